@@ -1,0 +1,152 @@
+"""The portable backend: a loop over the visible pages, in plain XLA.
+
+The trip count is data, so the cost follows the visible pages and not the width of the mask. A
+gather of the whole table would copy every entry, used or not, before the first product. Sequences
+run one after the other, so the cost is the sum of their visible pages and not the longest of them
+times the batch. Any head dim goes: nothing is padded.
+
+Products are in float32 whatever the pool holds. On CPU keep bfloat16 out of the pool before jax
+0.12: the XLA of jax 0.10 converts the whole pool to float32 on each call, here and in `write_kv`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from da_jax.kernels.paged_attention.mask import BlockMask
+
+_NOWHERE = jnp.iinfo(jnp.int32).max
+_FEW_ROWS = 48  # measured on CPU: with more rows per KV head one large product is faster
+# On CPU what a trip copies should still be in the core's cache when it is used; elsewhere a trip
+# should be long against the launch of its kernels.
+_CHUNK_BYTES = {"cpu": 1 << 21}
+_CHUNK_BYTES_ELSEWHERE = 1 << 25
+
+
+class _Chunk(NamedTuple):
+    """Entries that one trip of the loop takes: `tiles` batched products over `pages` each."""
+
+    tiles: int
+    pages: int
+
+
+class _State(NamedTuple):
+    """Online softmax of the rows `[HKV, R]` so far."""
+
+    high: jax.Array  # [HKV, R] highest score, finite
+    total: jax.Array  # [HKV, R] sum of exp(score - high)
+    out: jax.Array  # [HKV, R, D] sum of exp(score - high) * value
+
+
+def attend(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    mask: BlockMask,
+    lengths: jax.Array,
+    q_lens: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Backend of `paged_attention`: the output `[B, T, HQ, D]` and the float32 lse `[B, T, HQ]`."""
+    _, t, hq, d = q.shape
+    _, _, hkv, page_size, _ = kv_pages.shape
+    width = mask.page.shape[1]
+    chunk = _chunk(q, kv_pages, width)
+    step = chunk.tiles * chunk.pages
+    padded = [jnp.pad(x, ((0, 0), (0, -width % step))) for x in mask[:3]]
+    # A float32 model wants float32 products; on accelerators the default would be less.
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+    def sequence(args):
+        q, page, span, block, count, length, q_len = args
+        rows = q.reshape(t, hkv, -1, d).swapaxes(0, 1).reshape(hkv, -1, d).astype(jnp.float32)
+        row = jnp.arange(rows.shape[1]) // (hq // hkv)
+        query = jnp.where(row < q_len, length - q_len + row, -1)
+
+        def trip(i, state):
+            entry = [lax.dynamic_slice_in_dim(x, i * step, step) for x in (page, span, block)]
+            live = i * step + jnp.arange(step) < count
+            position = _positions(entry[1], entry[2], live, page_size).reshape(chunk.tiles, -1)
+            seen = position[:, None] <= query[:, None]
+            wanted = position < length
+            if window is not None:
+                seen &= position[:, None] > query[:, None] - window
+                wanted &= position > length - q_len - window
+            k, v = (_fetch(kv_pages, entry[0], side, chunk) for side in (0, 1))
+            # A hidden slot may hold anything, and zero times NaN would be NaN.
+            v = jnp.where(wanted[:, None, :, None], v, 0)
+            tiled = jnp.broadcast_to(rows, (chunk.tiles, *rows.shape))
+            scores = scale * jnp.einsum("chrd,chkd->chrk", tiled, k, precision=precision)
+            if softcap is not None:
+                scores = softcap * jnp.tanh(scores / softcap)
+            return _fold(state, jnp.where(seen[:, None], scores, -jnp.inf), v, precision)
+
+        state = lax.fori_loop(0, -(-count // step), trip, _nothing(rows))
+        return _finish(state, t)
+
+    out, lse = lax.map(sequence, (q, *padded, mask.count, lengths, q_lens))
+    return out.astype(q.dtype), lse
+
+
+def _chunk(q: jax.Array, kv_pages: jax.Array, width: int) -> _Chunk:
+    """Chooses a chunk whose keys and values, and whose scores, fill the room for one trip."""
+    _, _, hkv, page_size, d = kv_pages.shape
+    rows = q.shape[1] * q.shape[2]
+    room = _CHUNK_BYTES.get(jax.default_backend(), _CHUNK_BYTES_ELSEWHERE)
+    slot_bytes = max(2 * hkv * d * 4, rows * 4)
+    pages = max(1, min(width, room // (slot_bytes * page_size)))
+    if rows // hkv > _FEW_ROWS:
+        return _Chunk(1, pages)
+    # With few rows the copy out of the pool is what costs, and it is faster without transposing.
+    tile = max(1, min(pages, 64 // page_size))
+    return _Chunk(max(1, pages // tile), tile)
+
+
+def _positions(span: jax.Array, block: jax.Array, live: jax.Array, page_size: int) -> jax.Array:
+    """Absolute positions `[E, PS]` of the slots of entries, `_NOWHERE` for hidden ones."""
+    slot = jnp.arange(page_size, dtype=jnp.int32)
+    lo, hi = (span & 0xFFFF)[:, None], (span >> 16)[:, None]
+    shown = live[:, None] & (slot >= lo) & (slot < hi)
+    return jnp.where(shown, block[:, None] * page_size + slot, _NOWHERE)
+
+
+def _fetch(kv_pages: jax.Array, page: jax.Array, side: int, chunk: _Chunk) -> jax.Array:
+    """Copies keys (side 0) or values (1) of pages to float32 `[tiles, HKV, pages * PS, D]`."""
+    _, _, hkv, page_size, d = kv_pages.shape
+    x = kv_pages.at[page, side].get(mode="clip")
+    x = x.reshape(chunk.tiles, chunk.pages, hkv, page_size, d).swapaxes(1, 2)
+    return x.reshape(chunk.tiles, hkv, chunk.pages * page_size, d).astype(jnp.float32)
+
+
+def _nothing(rows: jax.Array) -> _State:
+    # The highest score starts finite, so that exp(-inf - high) is 0 and never exp(-inf + inf).
+    high = jnp.full(rows.shape[:2], jnp.finfo(jnp.float32).min)
+    return _State(high, jnp.zeros_like(high), jnp.zeros_like(rows))
+
+
+def _fold(state: _State, scores: jax.Array, v: jax.Array, precision: lax.Precision) -> _State:
+    """Takes a chunk of scores `[tiles, HKV, R, K]` and values into the online softmax."""
+    high = jnp.maximum(state.high, scores.max((0, 3)))
+    shrink = jnp.exp(state.high - high)
+    weights = jnp.exp(scores - high[..., None])
+    out = jnp.einsum("chrk,chkd->chrd", weights, v, precision=precision).sum(0)
+    total = shrink * state.total + weights.sum((0, 3))
+    return _State(high, total, shrink[..., None] * state.out + out)
+
+
+def _finish(state: _State, t: int) -> tuple[jax.Array, jax.Array]:
+    """Normalises the rows `[HKV, T * G]` and puts them back as `[T, HQ, D]` and `[T, HQ]`."""
+    some = state.total > 0
+    total = jnp.where(some, state.total, 1)
+    out = jnp.where(some[..., None], state.out / total[..., None], 0)
+    lse = jnp.where(some, state.high + jnp.log(total), -jnp.inf)
+
+    def heads_last(x):
+        hkv, rows = x.shape[:2]
+        return x.reshape(hkv, t, rows // t, -1).swapaxes(0, 1).reshape(t, hkv * rows // t, -1)
+
+    return heads_last(out), heads_last(lse)[..., 0]

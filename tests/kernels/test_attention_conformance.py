@@ -1,0 +1,191 @@
+"""What every attention backend must do. A backend joins by being listed in `backends()`."""
+
+import itertools
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.paged_cases import TOLERANCE, Case, make_case, shuffled
+
+from da_jax.kernels.paged_attention import BlockMask, backends, compact, paged_attention, stack, xla
+
+QUICK = {
+    "head_dim_32": {"head_dim": 32},
+    "head_dim_128": {"head_dim": 128, "queries": 3},
+    "head_dim_256": {"head_dim": 256, "group": 1},
+    "head_dim_512": {"head_dim": 512, "kv_heads": 1, "group": 8},
+    "group_1": {"group": 1, "queries": 5},
+    "group_4": {"group": 4},
+    "group_5": {"group": 5, "queries": 2, "kv_heads": 3},
+    "page_1": {"page_size": 1},
+    "page_8": {"page_size": 8, "queries": 33},
+    "page_64": {"page_size": 64, "queries": 40, "group": 3},
+    "page_256": {"page_size": 256, "queries": 2},
+    "window_1": {"window": 1, "queries": 3},
+    "window_20": {"window": 20},
+    "window_chunk": {"window": 20, "queries": 19},
+    "softcap": {"softcap": 0.7},
+    "softcap_window_chunk": {"softcap": 0.7, "window": 33, "queries": 18},
+    "bfloat16": {"dtype": "bfloat16", "queries": 2},
+    "float16": {"dtype": "float16", "queries": 2},
+}
+EXTRAS = [{}, {"window": 40}, {"softcap": 5.0}, {"window": 40, "softcap": 5.0}]
+MATRIX = [
+    {"head_dim": head_dim, "group": group, "page_size": page_size, "queries": queries, **extra}
+    for (head_dim, group, page_size, queries), extra in zip(
+        itertools.product((32, 64, 128, 256, 512), (1, 4, 5, 8), (8, 16, 64, 128, 256), (1, 17)),
+        itertools.cycle([*EXTRAS, *EXTRAS[1:]]),  # 7 is prime to the lengths of the product
+    )
+]
+
+
+@pytest.fixture(params=[row.name for row in backends()])
+def impl(request):
+    row = next(row for row in backends() if row.name == request.param)
+    if not row.available:
+        pytest.skip(f"{row.name}: {row.reason}")
+    return row.name
+
+
+@cache
+def program(impl: str, **options):
+    return jax.jit(partial(paged_attention, return_lse=True, impl=impl, **options))
+
+
+def run(case: Case, impl: str, **changes) -> tuple[np.ndarray, np.ndarray]:
+    arguments = {
+        "q": case.q,
+        "kv_pages": case.pool,
+        "mask": case.mask,
+        "lengths": case.lengths,
+        "q_lens": case.q_lens,
+    }
+    out, lse = program(impl, **case.options)(**{**arguments, **changes})
+    assert out.dtype == case.q.dtype and lse.dtype == jnp.float32
+    return np.asarray(out, np.float64), np.asarray(lse, np.float64)
+
+
+def check(case: Case, impl: str) -> None:
+    out, lse = run(case, impl)
+    want, want_lse = case.answer()
+    tolerance = TOLERANCE[str(case.q.dtype)]
+    np.testing.assert_allclose(out, want, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_matches_dense_attention_with_nan_in_every_hidden_slot(impl, name):
+    check(make_case(**QUICK[name]), impl)
+
+
+@pytest.mark.parametrize("pages", [1, 3])
+@pytest.mark.parametrize("queries", [1, 40])
+def test_xla_takes_as_many_trips_as_the_pages_need(monkeypatch, pages, queries):
+    case = make_case(queries=queries, window=50)
+    slot_bytes = 4 * max(2 * 2 * 64, queries * 4)
+    monkeypatch.setattr(xla, "_CHUNK_BYTES", {})
+    monkeypatch.setattr(xla, "_CHUNK_BYTES_ELSEWHERE", pages * 16 * slot_bytes)
+    program.cache_clear()
+    assert np.prod(xla._chunk(case.q, case.pool, 99)) == pages < case.mask.count.max()
+    check(case, "xla")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", MATRIX, ids=lambda o: "-".join(map(str, o.values())))
+def test_matches_dense_attention_over_the_matrix(impl, options):
+    check(make_case(**options), impl)
+
+
+@pytest.mark.slow
+def test_every_length_up_to_two_pages(impl):
+    page_size, head_dim = 8, 32
+    rng = np.random.default_rng(0)
+    pool = rng.standard_normal((3, 2, 1, page_size, head_dim)).astype(np.float32)
+    keys, values = (pool[:, side, 0].reshape(-1, head_dim).astype(np.float64) for side in (0, 1))
+    for length in range(1, 2 * page_size + 2):
+        q = rng.standard_normal((1, 1, 1, head_dim)).astype(np.float32)
+        mask = stack([compact([0, 1, 2], [(0, length)], page_size, 3)])
+        weight = np.exp(keys[:length] @ q[0, 0, 0])
+        want = weight @ values[:length] / weight.sum()
+        out, _ = program(impl, scale=1.0)(q, pool, mask, np.array([length]))
+        np.testing.assert_allclose(out[0, 0, 0], want, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_see_nothing_are_zero(impl):
+    case = make_case(queries=6)
+    out, lse = run(case, impl)
+    blank = np.isneginf(case.answer()[1])
+    assert blank.any() and not out[blank].any() and np.isneginf(lse[blank]).all()
+
+
+def test_order_of_entries_does_not_matter(impl):
+    case = make_case(queries=6)
+    other = shuffled(case.mask, np.random.default_rng(1))
+    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(case.mask, other))
+    for before, after in zip(run(case, impl), run(case, impl, mask=other)):
+        np.testing.assert_allclose(after, before, rtol=1e-6, atol=1e-6)
+
+
+def test_all_visible_equals_attention_without_a_mask(impl):
+    page_size, length, heads, head_dim = 16, 40, 4, 64
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 1, length, 2, head_dim)).astype(np.float32)
+    q = rng.standard_normal((1, length, heads, head_dim)).astype(np.float32)
+    pool = np.zeros((3, 2, 2, page_size, head_dim), np.float32)
+    for side, x in enumerate((k, v)):
+        padded = np.pad(x[0], ((0, 48 - length), (0, 0), (0, 0)))
+        pool[:, side] = padded.reshape(3, page_size, 2, head_dim).swapaxes(1, 2)
+    mask = stack([compact([0, 1, 2], [(0, length)], page_size, 3)])
+    scale = head_dim**-0.5
+    out, _ = program(impl, scale=scale)(q, pool, mask, np.array([length]))
+    want = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+def test_unused_entries_never_matter(impl):
+    case = make_case(queries=6)
+    page, span, block, count = (np.array(x) for x in case.mask)
+    unused = np.arange(page.shape[1]) >= count[:, None]
+    page[unused], span[unused] = 0, 16 << 16
+    out, _ = run(case, impl, mask=BlockMask(page, span, block, count))
+    np.testing.assert_array_equal(out, run(case, impl)[0])
+
+
+def test_padding_queries_never_matter(impl):
+    case = make_case(queries=6)
+    q = np.array(case.q)
+    for b, count in enumerate(case.q_lens):
+        q[b, count:] = np.nan
+    for poisoned, clean in zip(run(case, impl, q=q), run(case, impl)):
+        np.testing.assert_array_equal(poisoned, clean)
+
+
+def test_all_queries_count_by_default(impl):
+    case = make_case(queries=6)
+    case.lengths[:] = np.maximum(case.lengths, 6)
+    pool = jnp.nan_to_num(case.pool)
+    full = np.full_like(case.q_lens, 6)
+    for a, b in zip(
+        run(case, impl, kv_pages=pool, q_lens=None), run(case, impl, kv_pages=pool, q_lens=full)
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_new_masks_never_compile_a_new_program(impl):
+    traces = []
+
+    def counted(q, kv_pages, mask, lengths):
+        traces.append(1)
+        return paged_attention(q, kv_pages, mask, lengths, scale=1.0, impl=impl)
+
+    call, rng, blocks, page_size = jax.jit(counted), np.random.default_rng(0), 12, 4
+    q, pool = jnp.ones((1, 1, 1, 32)), jnp.ones((blocks, 2, 1, page_size, 32))
+    for _ in range(200):
+        shown = rng.random(blocks) < rng.random()
+        spans = [(i * page_size, i * page_size + 1) for i in np.flatnonzero(shown).tolist()]
+        mask = stack([compact(rng.permutation(blocks), spans, page_size, blocks)])
+        out = call(q, pool, mask, np.array([blocks * page_size], np.int32))
+        np.testing.assert_allclose(out, float(shown.any()), rtol=1e-5)
+    assert len(traces) == 1
