@@ -1,0 +1,1 @@
+"""The Declarative Attention protocol: tags, modes, chunks, prompts, visibility, account. No JAX."""

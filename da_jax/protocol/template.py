@@ -1,0 +1,265 @@
+"""A model's chat template, rendered such that every piece of every message can be found again.
+
+Two stand-ins make this exact without knowing the template. Control tokens in the caller's text
+are masked by private-use characters before the template runs, so that the template cannot take
+them for structure. And the template runs a second time with a private-use marker at each border
+between two pieces: split there, its output tells what came from where, whatever was trimmed or
+escaped; without the markers it must equal the first output.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jinja2
+
+from da_jax.protocol import encoding as encoding_lib
+
+if TYPE_CHECKING:
+    import transformers
+
+_MARKS = 32  # markers cycle through so many characters; a template that reorders is noticed
+
+
+class Part(NamedTuple):
+    """A piece of a message; trusted text is the style's own. `chunk` 0 is no chunk."""
+
+    text: str
+    trusted: bool
+    chunk: int = 0
+
+
+class Message(NamedTuple):
+    """A message of a conversation; `extra` holds further keys, such as `tool_calls`."""
+
+    role: str
+    parts: Sequence[Part]
+    extra: Mapping[str, Any] = {}
+
+
+class Segment(NamedTuple):
+    """A piece of the rendered text; `part` is None for what the template wrote itself."""
+
+    text: str
+    trusted: bool
+    part: Part | None
+
+
+class Wrapper(NamedTuple):
+    """What a template writes around the text of a tool response.
+
+    `opening` begins with the call of the first chunk, `closing` ends the response of each.
+    """
+
+    opening: str
+    closing: str
+
+
+class ChatTemplate:
+    """Renders conversations to segments.
+
+    Args:
+      tokenizer: A tokenizer with a chat template.
+      encoder: The encoder of the same tokenizer.
+
+    Raises:
+      ValueError: If the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        encoder: encoding_lib.SafeEncoder,
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "the tokenizer has no chat template; set tokenizer.chat_template to the one that "
+                "the model was trained with"
+            )
+        self._tokenizer = tokenizer
+        self._encoder = encoder
+        self.source = str(tokenizer.chat_template)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[Segment]:
+        """Renders a conversation up to the start of the model's turn.
+
+        Raises:
+          ValueError: If the template refuses the conversation, or does not write every piece of
+            it once and in order.
+        """
+        texts = [self.source, *(p.text for m in messages for p in m.parts)]
+        texts += [s for m in messages for s in _strings(m.extra)]
+        free = encoding_lib.private_characters(encoding_lib.private_characters_in(texts))
+        marks = "".join(itertools.islice(free, _MARKS))
+        foreign = [p.text for m in messages for p in m.parts if not p.trusted]
+        foreign += [s for m in messages for s in _strings(m.extra)]
+        masks = encoding_lib.Spelling(
+            sorted({token for text in foreign for _, token in self._encoder.find(text)}), free
+        )
+
+        plain, marked, owners = [], [], []
+        cycle = itertools.cycle(marks)
+        for message in messages:
+            texts = [
+                p.text if p.trusted else self._encoder.respell(p.text, masks) for p in message.parts
+            ]
+            extra = {k: self._masked(v, masks) for k, v in message.extra.items()}
+            plain.append({"role": message.role, "content": "".join(texts), **extra})
+            content = _mark(texts, cycle)
+            marked.append({**plain[-1], "content": content})
+            if content != plain[-1]["content"]:
+                owners += [*message.parts, None]
+
+        expected = self._apply(plain, tools, kwargs)
+        pieces = re.split(f"([{marks}])", self._apply(marked, tools, kwargs))
+        found = "".join(pieces[1::2])
+        wanted = "".join(itertools.islice(itertools.cycle(marks), len(owners)))
+        if found != wanted or "".join(pieces[::2]) != expected:
+            raise ValueError(
+                "the chat template does not write each message once, in order and unchanged "
+                "but for trimming or escaping, so the chunks cannot be found in its text; "
+                "use style 'plain', or a simpler chat template"
+            )
+        segments = []
+        for text, part in zip(pieces[::2], [None, *owners]):
+            for piece, masked in masks.undo(text):
+                trusted = not masked and (part is None or part.trusted)
+                segments.append(Segment(piece, trusted, part))
+        return segments
+
+    def has_system(self, **kwargs: Any) -> bool:
+        """Whether the template writes a system message, and first.
+
+        Old Gemma templates refuse it, and some of Mistral's write it before the last turn.
+        """
+        roles = ("system", "user", "assistant", "user")
+        probe = [Message(role, [Part("x", True)]) for role in roles]
+        try:
+            self.render(probe, **kwargs)
+        except ValueError:
+            return False
+        return True
+
+    def wrapper(
+        self,
+        call: list[Message],
+        tools: Sequence[Mapping[str, Any]],
+        name: str,
+        **kwargs: Any,
+    ) -> Wrapper | None:
+        """Finds what the template writes around a tool response.
+
+        Conversations with none, one and two calls are compared. Where turns that follow each
+        other begin or end alike, the border between them is taken at a control token.
+
+        Args:
+          call: The two messages of one call: the assistant's and the tool's.
+          tools: The schema of the tool.
+          name: The name of the tool, which must show in schema and call.
+          **kwargs: For the template.
+
+        Returns:
+          The wrapper; None if the template does not support tools.
+        """
+        system = [Message("system", [Part("s", True)])] if self.has_system(**kwargs) else []
+        user = Message("user", [Part("q", True)])
+        if not system:
+            system = [Message("user", [Part("s", True)])]
+        try:
+            none, one, two = (
+                self._literals([*system, *(call * n), user], tools, kwargs) for n in range(3)
+            )
+        except ValueError:
+            return None
+        before, after = one[1], one[2]
+        if name not in "".join(none[:2]):
+            return None
+        start = self._border(none[1], before, after)
+        end = self._border(two[2], after, before)
+        if name not in before[start:] or name not in two[2][end:]:
+            return None
+        return Wrapper(before[start:], two[2][:end])
+
+    def _literals(
+        self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]
+    ) -> list[str]:
+        """What the template writes before, between and after the messages."""
+        literals, inside = [""], False
+        for segment in self.render(messages, tools, **kwargs):
+            if segment.part is None:
+                literals += [""] * inside
+                literals[-1] += segment.text
+            inside = segment.part is not None
+        return literals
+
+    def _border(self, text: str, before: str, after: str) -> int:
+        """Where `text` leaves its common prefix with `before` for its common suffix with `after`.
+
+        The two may overlap, as turns begin and end alike. The last control token in the overlap
+        opens a turn, and there is the border.
+        """
+        high = _common_prefix(text, before)
+        low = len(text) - _common_prefix(text[::-1], after[::-1])
+        return max((i for i, _ in self._encoder.find(text) if low <= i <= high), default=high)
+
+    def _apply(self, messages: Any, tools: Any, kwargs: Mapping[str, Any]) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **kwargs
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, IndexError) as error:
+            raise ValueError(f"the chat template refuses this conversation: {error}") from error
+        return str(text)
+
+    def _masked(self, value: Any, masks: encoding_lib.Spelling) -> Any:
+        """Masks the control tokens in all strings of a JSON-like value."""
+        if isinstance(value, str):
+            return self._encoder.respell(value, masks)
+        if isinstance(value, Mapping):
+            return {self._masked(k, masks): self._masked(v, masks) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._masked(v, masks) for v in value]
+        return value
+
+
+def _common_prefix(a: str, b: str) -> int:
+    """Length of the common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yields all strings in a JSON-like value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for k, v in value.items():
+            yield from _strings(k)
+            yield from _strings(v)
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from _strings(v)
+
+
+def _mark(texts: Sequence[str], marks: Iterator[str]) -> str:
+    """Joins texts with a marker before each and one after the last.
+
+    White space at the outer ends stays outside the markers, so that a template trims it as ever.
+    """
+    content = "".join(texts)
+    if not content.strip():
+        return content
+    first, last = len(content) - len(content.lstrip()), len(content.rstrip())
+    out, done = [], 0
+    for border in itertools.accumulate(map(len, texts), initial=0):
+        border = min(max(border, first), last)
+        out += [content[done:border], next(marks)]
+        done = border
+    return "".join([*out, content[done:]])

@@ -1,0 +1,83 @@
+"""Which tokens of a prompt a mode sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from da_jax.protocol.modes import Mode
+from da_jax.protocol.prompt import PromptMap
+
+Span = tuple[int, int]
+Scaffold = Literal["all", "paper"]
+
+
+def visible_spans(
+    prompt: PromptMap,
+    mode: Mode,
+    focus: Sequence[int] = (),
+    scaffold: Scaffold = "all",
+    sink: int = 16,
+) -> tuple[Span, ...]:
+    """Returns the spans of prompt tokens that a mode sees.
+
+    The response is always visible; its tokens follow the prompt and are the caller's to add.
+
+    Args:
+      prompt: The prompt.
+      mode: GLOBAL sees all, FOCUS the scaffold and the named chunks, LOCAL the scaffold.
+      focus: Numbers of the chunks that FOCUS sees, from 1.
+      scaffold: "all" is everything that is not a chunk; "paper" is the narrower set of the paper:
+        the first `sink` tokens, and everything after the last chunk.
+      sink: Tokens at the start of the prompt that the "paper" scaffold holds.
+
+    Returns:
+      Sorted, disjoint (start, end) spans, none empty. A token that straddles a border belongs to
+      both sides.
+
+    Raises:
+      ValueError: If FOCUS names no chunk or one that the prompt does not have, or the scaffold is
+        not known.
+    """
+    if scaffold not in ("all", "paper"):
+        raise ValueError(f"scaffold {scaffold!r}: choose all or paper")
+    if mode is Mode.GLOBAL:
+        return merge_spans([(0, len(prompt))])
+    spans = list(prompt.scaffold)
+    if scaffold == "paper":
+        spans = [(0, min(sink, len(prompt))), *prompt.scaffold[-1:]]
+    if mode is Mode.FOCUS:
+        count = len(prompt.chunks)
+        wrong = [n for n in focus if not 1 <= n <= count]
+        if wrong or not focus:
+            raise ValueError(f"focus on chunks {list(focus)}: give numbers from 1 to {count}")
+        spans += [prompt.chunks[n - 1] for n in focus]
+    return merge_spans(spans)
+
+
+def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Returns the union of spans as sorted, disjoint spans that do not touch."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if start >= end:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+def count_tokens(spans: Iterable[Span]) -> int:
+    """Number of tokens in disjoint spans."""
+    return sum(end - start for start, end in spans)
+
+
+def pages_of(spans: Iterable[Span], page_size: int) -> int:
+    """Number of pages of `page_size` tokens that hold a token of the sorted, disjoint spans."""
+    pages, last = 0, -1
+    for start, end in spans:
+        first, final = max(start // page_size, last + 1), (end - 1) // page_size
+        pages += final - first + 1
+        last = final
+    return pages
