@@ -1,0 +1,1 @@
+"""Checkpoints: Hugging Face safetensors and Orbax, in and out, without torch."""
