@@ -1,0 +1,253 @@
+"""The engine: a queue of requests in, a stream of events out.
+
+Each step prefills one chunk of one waiting prompt and runs one burst of decode steps for everybody
+else. A sequence pauses within a burst where its mode may change, so a declaration is in force from
+the very next forward pass of its own sequence, and the others do not wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from da_jax.cache import pools
+from da_jax.cache.pages import PagePool
+from da_jax.engine import runner as device
+from da_jax.engine.config import MAX_STOP_IDS, EngineConfig
+from da_jax.engine.detokenize import TokenTable
+from da_jax.engine.request import Event, PrefillProgress, Request
+from da_jax.engine.sampling import key_of
+from da_jax.engine.scheduler import Scheduler
+from da_jax.engine.sequence import Choice, Sequence
+from da_jax.models.qwen import Qwen3
+
+EXTRA_ENTRIES = 64  # entries of a mask beyond one a page: pages that hold two visible spans
+LONGEST_DEFAULT = 32_768
+
+
+class RequestError(ValueError):
+    """A request that cannot run, with the value and the remedy. Other requests are not touched."""
+
+
+class Engine:
+    """Runs requests on one model.
+
+    Args:
+      model: the model.
+      table: the tokens as bytes.
+      stop_ids: the checkpoint's own stop tokens.
+      config: settings.
+    """
+
+    def __init__(
+        self, model: Qwen3, table: TokenTable, stop_ids: frozenset[int], config: EngineConfig
+    ):
+        self.config, self.table = config, table
+        declared = model.config.max_positions
+        self.max_len = min(config.max_model_len or LONGEST_DEFAULT, declared)
+        if config.max_model_len and config.max_model_len > declared:
+            raise ValueError(
+                f"max_model_len is {config.max_model_len}, but the checkpoint declares "
+                f"{declared} positions; lower it, or extend RoPE in config.json (yarn)"
+            )
+        self._stop_ids = stop_ids
+        dtype = model.embedding[...].dtype
+        pool = pools.plan(
+            model.config, page_size=config.page_size, max_tokens=self.max_len,
+            sequences=config.max_num_seqs, dtype=dtype, budget_bytes=config.kv_cache_bytes,
+        )  # fmt: skip
+        self.shapes = shapes(config, self.max_len, len(stop_ids))
+        vocabulary = model.config.vocab_size
+        self.runner = device.Runner(
+            model, self.shapes, pool, dtype=dtype,
+            pauses=_fit(table.contains(b">"), vocabulary), valid=_fit(table.known, vocabulary),
+            impl=config.attention,
+        )  # fmt: skip
+        self.scheduler = Scheduler(PagePool(pool.num_pages), config.max_num_seqs, config.page_size)
+        self._ids = itertools.count()
+        self._cancelled: list[Event] = []
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles every program; after it nothing compiles. See `compilations`."""
+        self.runner.warm_up(progress)
+
+    def check(self, request: Request) -> None:
+        """Refuses a request that can never run.
+
+        Raises:
+          RequestError: with the value and the remedy.
+        """
+        length, ids = len(request.prompt.ids), self._request_stop_ids(request)
+        if length == 0:
+            raise RequestError("the prompt is empty; give a document or a question")
+        if length >= self.max_len:
+            raise RequestError(
+                f"the prompt has {length} tokens, but max_model_len is {self.max_len}; shorten the "
+                "document or raise max_model_len (up to what the checkpoint declares)"
+            )
+        if strange := [i for i in (*request.forced, *ids) if not 0 <= i < len(self.table)]:
+            raise RequestError(f"token ids {strange} are not in the vocabulary")
+
+    def add(self, request: Request) -> int:
+        """Queues a request and returns its number.
+
+        Raises:
+          RequestError: when it can never run; nothing was queued.
+        """
+        self.check(request)
+        request_id = next(self._ids)
+        seed = request.params.seed
+        sequence = Sequence(
+            request_id,
+            request,
+            self.table,
+            self._request_stop_ids(request),
+            key=key_of(secrets.randbits(64) if seed is None else seed),
+            max_len=min(len(request.prompt.ids) + request.params.max_tokens, self.max_len),
+            page_size=self.config.page_size,
+            entries=self.shapes.entries,
+        )
+        self.scheduler.enqueue(sequence)
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request now; its response holds what was generated. Unknown ids do nothing."""
+        sequence = self.scheduler.find(request_id)
+        if sequence is not None:
+            self._cancelled += sequence.finish("cancelled")
+            self.scheduler.remove(sequence)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing left to do or to tell."""
+        return self.scheduler.idle and not self._cancelled
+
+    def step(self) -> list[Event]:
+        """Prefills one chunk, then runs one burst; returns what came of it."""
+        events, self._cancelled = self._cancelled, []
+        return events + self.prefill_step() + self.decode_step()
+
+    def prefill_step(self) -> list[Event]:
+        """Admits what fits and prefills the next chunk of the first unfinished prompt."""
+        self.scheduler.admit()
+        waiting = [s for s in self.scheduler.running if not s.decoding]
+        return self._prefill(waiting[0]) if waiting else []
+
+    def decode_step(self) -> list[Event]:
+        """Runs one burst for every sequence whose prompt is in the cache."""
+        decoding = [s for s in self.scheduler.running if s.decoding]
+        return self._burst(decoding) if decoding else []
+
+    def run(self, requests: list[Request]) -> Iterator[Event]:
+        """Queues requests, whose numbers follow each other, and yields events until all is done."""
+        for request in requests:
+            self.check(request)
+        for request in requests:
+            self.add(request)
+        while not self.idle:
+            yield from self.step()
+
+    def _prefill(self, sequence: Sequence) -> list[Event]:
+        start, total = sequence.prefilled, sequence.prompt_len
+        tokens = sequence.request.prompt.ids[start : start + self.config.prefill_chunk]
+        choice = self.runner.prefill(
+            tokens, start, self._rows([sequence], 1),
+            forced=sequence.forced(1)[0], wants_top=_wants_top(sequence),
+        )  # fmt: skip
+        sequence.prefilled += len(tokens)
+        events: list[Event] = [PrefillProgress(sequence.request_id, sequence.prefilled, total)]
+        if sequence.decoding:
+            events += self._accept(sequence, _host_choice(choice, 0, sequence))
+        return events
+
+    def _burst(self, sequences: list[Sequence]) -> list[Event]:
+        count = len(sequences)
+        batch = device.Shapes.bucket(self.shapes.batches, count)
+        decode, burst = self.runner.empty_decode(batch), self.shapes.burst
+        for row, sequence in enumerate(sequences):
+            decode.token[row] = sequence.tokens[-1]
+            decode.position[row] = sequence.prompt_len + len(sequence.tokens) - 1
+            decode.steps[row] = min(burst, sequence.tokens_left)
+            ids = sorted(sequence.stop_ids)
+            decode.stop_ids[row, : len(ids)] = ids
+            decode.forced[row] = sequence.forced(burst)
+            if sequence.request.params.presence_penalty:
+                decode.seen[row, sequence.tokens] = True
+        wants_top = np.array(any(map(_wants_top, sequences)))
+        choices = self.runner.decode(
+            self._rows(sequences, batch), decode._replace(wants_top=wants_top)
+        )
+        events: list[Event] = []
+        for row, sequence in enumerate(sequences):
+            view = sequence.view()
+            for step in range(np.count_nonzero(choices.token[:, row] >= 0)):
+                events += self._accept(sequence, _host_choice(choices, (step, row), sequence))
+                # A pause ends the row's part anyway where a tag can end. Only a tag that grows too
+                # long changes the mode elsewhere: what follows saw too little and is done again.
+                if sequence.finish_reason or sequence.view() is not view:
+                    break
+        return events
+
+    def _accept(self, sequence: Sequence, choice: Choice) -> list[Event]:
+        events = sequence.accept(choice)
+        if sequence.finish_reason:
+            self.scheduler.remove(sequence)
+        return events
+
+    def _request_stop_ids(self, request: Request) -> frozenset[int]:
+        own = frozenset() if request.params.ignore_eos else self._stop_ids
+        return own | frozenset(request.params.stop_token_ids)
+
+    def _rows(self, sequences: list[Sequence], batch: int) -> device.Rows:
+        rows = self.runner.empty_rows(batch)
+        views = [sequence.view() for sequence in sequences]
+        for row, (sequence, view) in enumerate(zip(sequences, views)):
+            rows.block_table[row, : len(sequence.pages)] = sequence.pages
+            for name in ("page", "span", "block"):
+                getattr(rows.mask, name)[row] = getattr(view, name)
+            rows.mask.count[row] = view.count
+            params, sampling = sequence.request.params, rows.sampling
+            sampling.temperature[row] = params.temperature
+            sampling.top_p[row] = params.top_p
+            sampling.top_k[row] = params.top_k
+            sampling.presence_penalty[row] = params.presence_penalty
+            sampling.key[row] = sequence.key
+            sampling.generated[row] = len(sequence.tokens)
+        return rows
+
+
+def shapes(config: EngineConfig, max_len: int, stop_ids: int) -> device.Shapes:
+    """Every shape that the device programs of an engine have."""
+    batches = [1]
+    while batches[-1] < config.max_num_seqs:
+        batches.append(min(2 * batches[-1], config.max_num_seqs))
+    blocks = -(-max_len // config.page_size)
+    small = max(config.prefill_chunk // 8, 1)
+    return device.Shapes(
+        batches=tuple(batches),
+        chunks=tuple(sorted({small, config.prefill_chunk})),
+        burst=config.burst,
+        entries=blocks + EXTRA_ENTRIES,
+        blocks=blocks,
+        stop_ids=stop_ids + MAX_STOP_IDS,
+    )
+
+
+def _fit(flags: np.ndarray, vocabulary: int) -> np.ndarray:
+    """bool [V] from flags of the tokenizer's ids: an embedding may be padded beyond them."""
+    out = np.zeros(vocabulary, bool)
+    out[: len(flags)] = flags[:vocabulary]
+    return out
+
+
+def _wants_top(sequence: Sequence) -> bool:
+    return bool(sequence.request.params.logprobs)
+
+
+def _host_choice(choice: device.Choice, at: int | tuple[int, int], sequence: Sequence) -> Choice:
+    wanted = sequence.request.params.logprobs or 0
+    top = zip(choice.top_ids[at][:wanted].tolist(), choice.top_logprobs[at][:wanted].tolist())
+    return Choice(int(choice.token[at]), float(choice.logprob[at]), tuple(top))

@@ -1,0 +1,178 @@
+"""What a caller asks for, and what comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from da_jax.engine.config import MAX_LOGPROBS, MAX_STOP_IDS
+from da_jax.protocol.modes import AnswerMode, Mode
+from da_jax.protocol.prompt import PromptMap
+from da_jax.protocol.trace import Step
+from da_jax.protocol.visibility import Scaffold
+
+
+class Arm(enum.StrEnum):
+    """How a prompt is written and whether declarations act.
+
+    DA: the Declarative Attention prompt, declarations mask. UNMASKED: the same prompt, everything
+    stays visible. VANILLA: a plain prompt, everything visible.
+    """
+
+    DA = "da"
+    UNMASKED = "unmasked"
+    VANILLA = "vanilla"
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when a response ends.
+
+    Attributes:
+      max_tokens: most tokens of the response, the stop token included.
+      temperature: 0 is greedy.
+      top_k: sample among the k likeliest tokens; 0 is no limit.
+      top_p: sample among the likeliest tokens whose probabilities sum to top_p.
+      presence_penalty: subtracted from the logit of every token that the response already has.
+      seed: makes the request reproducible whatever its neighbours; None draws one.
+      stop: strings that end the response; they and what follows are not returned.
+      stop_token_ids: token ids that end the response, besides the checkpoint's own.
+      ignore_eos: go on after the checkpoint's own stop tokens (for benchmarks).
+      logprobs: None, or how many of the likeliest tokens to report at each position (0 to 20).
+      stop_after_answer: end at `</answer>`.
+    """
+
+    max_tokens: int = 512
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    stop_after_answer: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        bounds = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < float("inf"), "finite and at least 0"),
+            "top_k": (self.top_k >= 0, "0 (no limit) or more"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            "stop": (all(self.stop), "without empty strings"),
+            "stop_token_ids": (len(self.stop_token_ids) <= MAX_STOP_IDS, f"{MAX_STOP_IDS} at most"),
+            "logprobs": (self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "0 to 20"),
+        }
+        for name, (good, rule) in bounds.items():
+            if not good:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt to answer.
+
+    Attributes:
+      prompt: rendered prompt with its chunk spans.
+      params: sampling and stopping.
+      arm: whether declarations act.
+      forced: response tokens that are fed as if the model had written them, before it writes on.
+      answer_mode: what `<answer>` does: `local`, `keep` or `global`.
+      scaffold: what stays visible besides chunks: `all`, or `paper` (16 tokens and the question).
+    """
+
+    prompt: PromptMap
+    params: SamplingParams
+    arm: Arm = Arm.DA
+    forced: tuple[int, ...] = ()
+    answer_mode: AnswerMode = "local"
+    scaffold: Scaffold = "all"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of one response token and of the likeliest alternatives (natural log)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """A finished response.
+
+    Attributes:
+      text: the response as the client sees it: without special tokens, cut before a stop string.
+      answer: the last `<answer>`, else the last LOCAL text, else the whole text.
+      finish_reason: `stop`, `length`, `cancelled` or `tool_call`.
+      prompt_tokens, completion_tokens: counts; a stop token counts as a token.
+      token_ids: every token that was computed.
+      segments: (text, mode) pieces of the raw text in order.
+      logprobs: one entry a token when asked for.
+      summary: the accounting of the response, see `da_jax.protocol.trace`.
+      steps: the accounting step by step.
+    """
+
+    text: str
+    answer: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    token_ids: tuple[int, ...]
+    segments: tuple[tuple[str, Mode], ...]
+    summary: dict[str, Any]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    steps: tuple[Step, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillProgress:
+    """`done` of `total` prompt tokens are in the cache."""
+
+    request_id: int
+    done: int
+    total: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TextDelta:
+    """New text, written under `mode`."""
+
+    request_id: int
+    text: str
+    mode: Mode
+
+
+@dataclasses.dataclass(frozen=True)
+class ModeChange:
+    """From the next forward pass on, the response sees what `mode` and `focus` show."""
+
+    request_id: int
+    mode: Mode
+    focus: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decline:
+    """A declaration that could not be honoured: the response sees everything instead."""
+
+    request_id: int
+    tag: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """The response is complete."""
+
+    request_id: int
+    response: Response
+
+
+Event = PrefillProgress | TextDelta | ModeChange | Decline | Done

@@ -1,0 +1,253 @@
+"""One running request: its text, its mode, what it sees, and when it ends. Host side only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+
+from da_jax.engine.detokenize import IncrementalDecoder, TokenTable
+from da_jax.engine.request import (
+    Arm,
+    Decline,
+    Done,
+    Event,
+    ModeChange,
+    Request,
+    Response,
+    TextDelta,
+    TokenLogprob,
+)
+from da_jax.engine.stopping import StopStrings
+from da_jax.kernels.paged_attention import compact
+from da_jax.protocol.modes import Mode, ModeTracker
+from da_jax.protocol.tags import Kind
+from da_jax.protocol.trace import Trace
+from da_jax.protocol.visibility import visible_spans
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """What a mode shows of one sequence.
+
+    Attributes:
+      prompt_tokens: visible tokens of the prompt.
+      page, span, block: int32 [W] entries of the block mask, ascending by position; they reach to
+        the end of the sequence's pages.
+      count: entries in use.
+      first: int64 [count], absolute position of the first valid slot of each entry.
+    """
+
+    prompt_tokens: int
+    page: np.ndarray
+    span: np.ndarray
+    block: np.ndarray
+    count: int
+    first: np.ndarray
+
+    def entries(self, length: int) -> int:
+        """Entries that hold a token before position `length`."""
+        return int(np.searchsorted(self.first, length))
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One token that the device chose for a sequence."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Sequence:
+    """A request from admission to its last token.
+
+    Args:
+      request_id: number of the request.
+      request: what was asked.
+      table: the tokens as bytes.
+      stop_ids: tokens that end the response.
+      key: uint32 [2], raw random key.
+      max_len: most tokens of prompt and response.
+      page_size: tokens a page.
+      entries: width of a block mask.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        request: Request,
+        table: TokenTable,
+        stop_ids: frozenset[int],
+        *,
+        key: np.ndarray,
+        max_len: int,
+        page_size: int,
+        entries: int,
+    ):
+        self.request_id, self.request = request_id, request
+        self.max_len, self.stop_ids, self.key = max_len, stop_ids, key
+        self.pages = np.zeros(0, np.int32)
+        self.prefilled = 0
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+        self._page_size, self._width, self._table = page_size, entries, table
+        self._decoder = IncrementalDecoder(table)
+        self._tracker = ModeTracker(
+            len(request.prompt.chunks), answer_mode=request.answer_mode, arm=request.arm.value
+        )
+        self._stops: StopStrings[Mode] = StopStrings(request.params.stop)
+        self._trace = Trace(self.prompt_len, log=True)
+        self._logprobs: list[TokenLogprob] = []
+        self._text: list[str] = []
+        self._known_borders, self._shown_mode = 1, Mode.GLOBAL
+        self._tool_ended = False
+        self._view = functools.cache(self._build_view)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt.ids)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_len - self.prompt_len - len(self.tokens)
+
+    @property
+    def decoding(self) -> bool:
+        return self.prefilled == self.prompt_len
+
+    def place(self, pages: list[int]) -> None:
+        """Gives the sequence the pages of its whole life."""
+        self.pages = np.asarray(pages, np.int32)
+
+    def view(self) -> View:
+        """What the next forward pass of this sequence sees."""
+        if self.request.arm is not Arm.DA:
+            return self._view(Mode.GLOBAL, ())
+        return self._view(self._tracker.mode, self._tracker.focus)
+
+    def forced(self, count: int) -> list[int]:
+        """The next `count` response tokens that are given, -1 where the model chooses."""
+        start = len(self.tokens)
+        given = self.request.forced[start : start + count]
+        return [*given, *[-1] * (count - len(given))]
+
+    def accept(self, choice: Choice) -> list[Event]:
+        """Takes the next response token and says what it brought about."""
+        self._account()
+        self.tokens.append(choice.token)
+        if self.request.params.logprobs is not None:
+            self._logprobs.append(TokenLogprob(choice.token, choice.logprob, choice.top))
+        if choice.token in self.stop_ids:
+            return self.finish("tool_call" if self._tracker.tool_called else "stop")
+        events: list[Event] = []
+        for text, special in self._decoder.pieces([choice.token]):
+            events += self._read(text, hidden=special)
+        reason = self._reason_to_end()
+        return events + self.finish(reason) if reason else events
+
+    def finish(self, reason: str) -> list[Event]:
+        """Ends the response: flushes what is held back and builds the result."""
+        events = self._read(self._decoder.flush(), hidden=False)
+        events += self._emit(self._stops.flush())
+        self._tracker.finish()
+        self.finish_reason = reason
+        return [*events, Done(self.request_id, self._response())]
+
+    def _account(self) -> None:
+        """Records the decode step that led to the next token: it saw the present view."""
+        if not self.tokens:
+            self._trace.prefill()
+            return
+        view, fed = self.view(), len(self.tokens)
+        read = view.entries(self.prompt_len + fed) * self._page_size
+        self._trace.record(self._tracker.mode, view.prompt_tokens + fed, read)
+
+    def _reason_to_end(self) -> str | None:
+        if self._stops.found is not None:
+            return "stop"
+        if self.request.params.stop_after_answer and self._tracker.answer_closed:
+            return "stop"
+        if self._tool_ended:
+            return "tool_call"
+        return None if self.tokens_left else "length"
+
+    def _read(self, text: str, *, hidden: bool) -> list[Event]:
+        """Scans new text, and passes it on unless a special token wrote it."""
+        before = self._tracker.mode, self._tracker.focus
+        found = self._tracker.feed(text, hidden=hidden)
+        events: list[Event] = []
+        for piece, mode in self._by_mode(text):
+            if not hidden:
+                events += self._emit(self._stops.push(piece, mode))
+        for event in found:
+            self._tool_ended |= event.kind is Kind.TOOL_END
+            if event.kind is Kind.DECLINED:
+                events.append(Decline(self.request_id, event.text, str(event.reason)))
+        after = self._tracker.mode, self._tracker.focus
+        if after != before:
+            events.append(ModeChange(self.request_id, *after))
+        return events
+
+    def _by_mode(self, text: str) -> list[tuple[str, Mode]]:
+        """Cuts the text that was fed last where the mode changed."""
+        borders, offset = self._tracker.borders, self._tracker.length - len(text)
+        pieces, start = [], 0
+        for at, mode in borders[self._known_borders :]:
+            pieces.append((text[start : at - offset], self._shown_mode))
+            start, self._shown_mode = at - offset, mode
+        self._known_borders = len(borders)
+        return [*pieces, (text[start:], self._shown_mode)]
+
+    def _emit(self, pieces: list[tuple[str, Mode]]) -> list[Event]:
+        self._text += [text for text, _ in pieces]
+        return [TextDelta(self.request_id, text, mode) for text, mode in pieces]
+
+    def _build_view(self, mode: Mode, focus: tuple[int, ...]) -> View:
+        prompt = self.request.prompt
+        spans = visible_spans(prompt, mode, focus, self.request.scaffold)
+        capacity = len(self.pages) * self._page_size
+        # The prompt ends with the question, which is visible: its span takes in the response.
+        reach = (*spans[:-1], (spans[-1][0], capacity))
+        reach = bridge(reach, self._page_size, self._width)
+        page, span, block, count = compact(self.pages, reach, self._page_size, self._width)
+        first = block[:count].astype(np.int64) * self._page_size + (span[:count] & 0xFFFF)
+        seen = sum(min(end, self.prompt_len) - start for start, end in reach)
+        return View(seen, page, span, block, count, first)
+
+    def _response(self) -> Response:
+        assert self.finish_reason is not None
+        return Response(
+            text="".join(self._text),
+            answer=self._tracker.answer(),
+            finish_reason=self.finish_reason,
+            prompt_tokens=self.prompt_len,
+            completion_tokens=len(self.tokens),
+            token_ids=tuple(self.tokens),
+            segments=tuple(self._tracker.segments),
+            summary=self._trace.summary(self._tracker.stats, self.finish_reason),
+            logprobs=tuple(self._logprobs),
+            steps=tuple(self._trace.steps or ()),
+        )
+
+
+def bridge(
+    spans: tuple[tuple[int, int], ...], page_size: int, width: int
+) -> tuple[tuple[int, int], ...]:
+    """Joins spans, the closest first, until they need at most `width` entries.
+
+    Only a prompt cut into many tiny chunks needs it. It shows more than was declared, never less.
+    """
+
+    def entries() -> int:
+        return sum(-(-end // page_size) - start // page_size for start, end in joined)
+
+    joined = list(spans)
+    while entries() > width and len(joined) > 1:
+        gaps = [after[0] - before[1] for before, after in itertools.pairwise(joined)]
+        at = int(np.argmin(gaps))
+        joined[at : at + 2] = [(joined[at][0], joined[at + 1][1])]
+    return tuple(joined)

@@ -1,0 +1,23 @@
+import pytest
+from support import tiny
+
+from da_jax import LLM, EngineConfig, Style
+
+# The pool holds two sequences of the greatest length, or four short ones.
+PAGE_BYTES = 16 * 2 * 3 * 2 * 32 * 4
+ENGINE = EngineConfig(
+    page_size=16, max_model_len=512, max_num_seqs=4, prefill_chunk=64, burst=8,
+    kv_cache_bytes=64 * PAGE_BYTES,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A Hugging Face folder of a random Qwen 3 with a byte-level tokenizer."""
+    return tiny.write_folder(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def random_llm(tiny_folder):
+    """An engine around the random model. Say what it writes with `forced`."""
+    return LLM.from_pretrained(tiny_folder, style=Style(**tiny.STYLE), config=ENGINE)

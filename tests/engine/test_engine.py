@@ -1,0 +1,220 @@
+import numpy as np
+import pytest
+
+from da_jax import (
+    Decline,
+    Done,
+    ModeChange,
+    PrefillProgress,
+    RequestError,
+    SamplingParams,
+    TextDelta,
+)
+from da_jax.protocol.modes import Mode
+
+CHUNKS = [f"part {letter}: " + letter * 12 for letter in "abcd"]
+QUESTION = "which part?"
+
+
+@pytest.fixture
+def engine(random_llm):
+    yield random_llm.engine
+    pool = random_llm.engine.scheduler._pool
+    assert random_llm.engine.idle and pool.num_free == pool.num_pages  # nothing leaks, ever
+
+
+def finish(engine):
+    """Runs to the end; responses by request number, and all events."""
+    events = []
+    while not engine.idle:
+        events += engine.step()
+    return {e.request_id: e.response for e in events if isinstance(e, Done)}, events
+
+
+def ask(random_llm, text="", **options):
+    return random_llm.request(CHUNKS, QUESTION, forced=text, **options)
+
+
+def test_streamed_text_joined_is_the_text_and_done_comes_last(random_llm, engine):
+    script = 'ü<focus magic_chunks="1">né €</focus><local>漢字 🙂</local> <focus>x'
+    events = list(random_llm.stream(CHUNKS, QUESTION, forced=script, max_tokens=110))
+    response = events[-1].response
+    deltas = [e for e in events if isinstance(e, TextDelta)]
+    assert "".join(e.text for e in deltas) == response.text
+    assert response.text.startswith(script)
+    by_mode = {mode: "".join(e.text for e in deltas if e.mode is mode) for mode in Mode}
+    assert by_mode[Mode.FOCUS] == "né €</focus>"
+    assert by_mode[Mode.LOCAL] == "漢字 🙂</local>"
+    changes = [(e.mode, e.focus) for e in events if isinstance(e, ModeChange)]
+    wide = (Mode.GLOBAL, ())
+    assert changes[:4] == [(Mode.FOCUS, (1,)), wide, (Mode.LOCAL, ()), wide]
+    assert [e.tag for e in events if isinstance(e, Decline)] == ["<focus>"]
+    progress = [e.done for e in events if isinstance(e, PrefillProgress)]
+    assert progress == sorted(progress) and progress[-1] == response.prompt_tokens
+    assert [isinstance(e, Done) for e in events] == [False] * (len(events) - 1) + [True]
+
+
+def test_a_batch_of_mixed_modes_gives_what_each_request_gives_alone(random_llm, engine):
+    scripts = [
+        "<local>abc",
+        'x<focus magic_chunks="2,3">yy</focus>z',
+        "plain",
+        "",
+        "<local>a</local>",
+    ]
+    requests = [ask(random_llm, text, max_tokens=40 + i) for i, text in enumerate(scripts)]
+    alone = []
+    for request in requests:
+        (done,) = [e for e in engine.run([request]) if isinstance(e, Done)]
+        alone.append(done.response)
+    together = [e.response for e in engine.run(requests) if isinstance(e, Done)]
+    together.sort(key=lambda r: r.completion_tokens)
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    assert [r.summary for r in together] == [r.summary for r in alone]
+
+
+def test_a_seeded_request_is_not_changed_by_its_neighbours(random_llm, engine):
+    seeded = ask(random_llm, temperature=1.5, seed=5, max_tokens=30)
+    first = next(e.response for e in engine.run([seeded]) if isinstance(e, Done))
+    others = [ask(random_llm, temperature=2.0, top_k=3, max_tokens=20) for _ in range(3)]
+    numbers = [engine.add(request) for request in (*others, seeded)]
+    responses, _ = finish(engine)
+    assert responses[numbers[-1]].token_ids == first.token_ids
+    unseeded = {responses[n].token_ids for n in numbers[:3]}
+    assert len(unseeded) == 3
+
+
+def test_a_stop_string_over_several_tokens_does_not_leak(random_llm, engine):
+    response = random_llm.generate(
+        CHUNKS, QUESTION, forced="one two END three", stop="END", max_tokens=40
+    )
+    assert response.text == "one two " and response.finish_reason == "stop"
+    assert response.completion_tokens == len("one two END")
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "text", "reason"),
+    [
+        ("yes<|im_end|>no", {}, "yes", "stop"),
+        ("yes<|im_end|>no", {"ignore_eos": True, "max_tokens": 6}, "yesno", "length"),
+        ("abc", {"stop_token_ids": (1,)}, "a", "stop"),
+        ("abcdef", {"max_tokens": 4}, "abcd", "length"),
+        ("<answer>4</answer>tail", {"stop_after_answer": True}, "<answer>4</answer>", "stop"),
+        (
+            '<tool_call>{"name": 1}</tool_call> tail',
+            {},
+            '<tool_call>{"name": 1}</tool_call>',
+            "tool_call",
+        ),
+    ],
+)
+def test_how_a_response_ends(random_llm, engine, script, options, text, reason):
+    if "stop_token_ids" in options:
+        options = {"stop_token_ids": tuple(random_llm.tokenizer.encode("b"))}
+    response = random_llm.generate(CHUNKS, QUESTION, forced=script, **{"max_tokens": 60, **options})
+    assert (response.text, response.finish_reason) == (text, reason)
+    assert response.answer == text.replace("<answer>", "").replace("</answer>", "")
+
+
+def test_a_prompt_that_cannot_fit_is_refused_and_others_go_on(random_llm, engine):
+    number = engine.add(ask(random_llm, max_tokens=10))
+    with pytest.raises(RequestError, match=r"\d+ tokens, but max_model_len is 512"):
+        random_llm.request("x" * 600, QUESTION)
+    with pytest.raises(RequestError, match=r"\[4711\] are not in the vocabulary"):
+        ask(random_llm, stop_token_ids=(4711,))
+    responses, _ = finish(engine)
+    assert responses[number].completion_tokens == 10
+
+
+def test_a_response_ends_at_the_longest_length(random_llm, engine):
+    response = random_llm.generate(CHUNKS, QUESTION, max_tokens=10_000, ignore_eos=True)
+    assert response.finish_reason == "length"
+    assert response.prompt_tokens + response.completion_tokens == 512
+
+
+def test_requests_wait_for_pages_and_all_are_answered(random_llm, engine):
+    numbers = [engine.add(ask(random_llm, max_tokens=300, ignore_eos=True)) for _ in range(5)]
+    engine.step()
+    assert 0 < len(engine.scheduler.running) < 4  # the pool has fewer pages than slots would need
+    responses, _ = finish(engine)
+    assert sorted(responses) == numbers
+    assert len({r.token_ids for r in responses.values()}) == 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_cancel_ends_one_request_and_no_other(random_llm, engine, steps):
+    stays, goes = (engine.add(ask(random_llm, max_tokens=50, ignore_eos=True)) for _ in range(2))
+    for _ in range(steps):
+        engine.step()
+    engine.cancel(goes)
+    engine.cancel(goes)  # twice is harmless
+    engine.cancel(10**6)
+    responses, _ = finish(engine)
+    assert responses[goes].finish_reason == "cancelled"
+    assert responses[goes].completion_tokens < 50
+    assert responses[stays].completion_tokens == 50
+
+
+def test_logprobs_are_sorted_and_agree_with_the_choice(random_llm, engine):
+    response = random_llm.generate(CHUNKS, QUESTION, max_tokens=5, logprobs=4)
+    assert len(response.logprobs) == 5
+    for entry in response.logprobs:
+        assert len(entry.top) == 4 and entry.top[0] == (entry.token_id, entry.logprob)
+        values = [value for _, value in entry.top]
+        assert values == sorted(values, reverse=True) and values[0] < 0
+    assert random_llm.generate(CHUNKS, QUESTION, max_tokens=5).logprobs == ()
+
+
+def test_special_tokens_are_hidden_from_the_client_but_end_tags_do_act(random_llm, engine):
+    response = random_llm.generate(
+        CHUNKS, QUESTION, forced="<local>a<|im_start|></think>b", max_tokens=20
+    )
+    assert response.text.startswith("<local>a</think>b")
+    assert [mode for _, mode in response.segments] == [Mode.GLOBAL, Mode.LOCAL, Mode.GLOBAL]
+
+
+def test_tokens_without_text_are_never_chosen(random_llm, engine):
+    response = random_llm.generate(
+        CHUNKS, QUESTION, temperature=50.0, seed=1, max_tokens=200, ignore_eos=True
+    )
+    assert max(response.token_ids) < len(engine.table) < 512
+    assert len(set(response.token_ids)) > 50
+
+
+def test_buffers_are_donated(random_llm, engine):
+    before = engine.runner.pages
+    random_llm.generate(CHUNKS, QUESTION, max_tokens=3)
+    assert all(page.is_deleted() for page in before)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"presence_penalty": 3}, "presence_penalty is 3"),
+        ({"stop": ("",)}, "stop is"),
+        ({"stop_token_ids": tuple(range(9))}, "stop_token_ids"),
+        ({"logprobs": 21}, "logprobs is 21"),
+    ],
+)
+def test_bad_parameters_name_the_value(options, words):
+    with pytest.raises(ValueError, match=words):
+        SamplingParams(**options)
+
+
+def test_a_chunk_size_that_is_no_multiple_of_anything_changes_nothing(random_llm, engine):
+    ids = random_llm.request(CHUNKS, QUESTION).prompt.ids
+    assert len(ids) % engine.config.prefill_chunk != 0 and len(ids) > engine.config.prefill_chunk
+    whole = random_llm.generate(CHUNKS, QUESTION, max_tokens=8)
+    assert np.all(np.diff([s.attended for s in whole.steps]) == 1)
+
+
+def test_presence_penalty_reaches_over_bursts(random_llm, engine):
+    options = dict(max_tokens=100, ignore_eos=True, temperature=4.0, seed=3)
+    free = random_llm.generate(CHUNKS, QUESTION, **options)
+    held = random_llm.generate(CHUNKS, QUESTION, presence_penalty=2.0, **options)
+    assert len(set(held.token_ids)) > len(set(free.token_ids))

@@ -1,0 +1,91 @@
+import jax.numpy as jnp
+import pytest
+from support import tiny
+
+from da_jax import LLM, Chunk, RequestError, Style
+from da_jax.checkpoints import convert
+from da_jax.engine.llm import load_tokenizer, stop_token_ids
+
+DOCUMENT = "one two three. " * 4
+
+
+def test_a_list_of_questions_shares_a_document_or_brings_its_own(random_llm):
+    shared = random_llm.generate(DOCUMENT, ["a?", "bb?"], max_tokens=4)
+    single = [random_llm.generate(DOCUMENT, q, max_tokens=4) for q in ("a?", "bb?")]
+    assert [r.token_ids for r in shared] == [r.token_ids for r in single]
+    documents = [DOCUMENT, ["x", Chunk("y", label="file")]]
+    own = random_llm.generate(documents, ["a?", "bb?"], max_tokens=4)
+    assert own[0].token_ids == shared[0].token_ids
+    assert own[1].prompt_tokens != shared[1].prompt_tokens
+    with pytest.raises(ValueError, match="3 documents for 2 questions"):
+        random_llm.generate(["x", "y", "z"], ["a?", "b?"])
+
+
+def test_a_bad_request_in_a_list_is_named_before_anything_runs(random_llm):
+    with pytest.raises(RequestError, match="question 1: the prompt has"):
+        random_llm.generate(["x", "y" * 600], ["a?", "b?"])
+    assert random_llm.engine.idle
+
+
+def test_chat_keeps_earlier_turns_visible(random_llm):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "first question"},
+        {"role": "assistant", "content": "first answer"},
+        {"role": "user", "content": "second question"},
+    ]
+    response = random_llm.chat(
+        messages, documents=[DOCUMENT, "more"], forced="<local>xy", max_tokens=12
+    )
+    prompt = random_llm.request(
+        [DOCUMENT, "more"], "second question", system="Be brief.", history=messages[1:3]
+    ).prompt
+    assert response.prompt_tokens == len(prompt)
+    assert "first answer" in prompt.text and len(prompt.chunks) == 2
+    hidden = sum(end - start for start, end in prompt.chunks)
+    assert response.steps[-1].vanilla - response.steps[-1].attended == hidden
+    with pytest.raises(ValueError, match="last message"):
+        random_llm.chat(messages[:3])
+    with pytest.raises(ValueError, match="last message"):
+        random_llm.chat(messages[:1])
+
+
+def test_an_unknown_arm_is_refused(random_llm):
+    with pytest.raises(ValueError, match="masked"):
+        random_llm.generate(DOCUMENT, "a?", arm="masked")
+
+
+def test_an_orbax_checkpoint_answers_like_its_source(random_llm, tiny_folder, tmp_path):
+    convert.convert(tiny_folder, tmp_path / "orbax", dtype=jnp.float32)
+    llm = LLM.from_pretrained(
+        tmp_path / "orbax", style=Style(**tiny.STYLE), config=random_llm.engine.config
+    )
+    ours = llm.generate(DOCUMENT, "a?", max_tokens=16)
+    assert ours.token_ids == random_llm.generate(DOCUMENT, "a?", max_tokens=16).token_ids
+
+
+def test_stop_tokens_come_from_the_generation_config_else_the_tokenizer(tmp_path):
+    folder = tiny.write_folder(tmp_path)
+    tokenizer = load_tokenizer(folder)
+    assert stop_token_ids(folder, tokenizer) == {tokenizer.eos_token_id}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    assert stop_token_ids(folder, tokenizer) == {1, 5}
+    (folder / "generation_config.json").write_text("{}")
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        stop_token_ids(folder, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "int3"}, "int3"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"max_model_len": 100_000}, "declares 512 positions"),
+        ({"kv_cache_bytes": 1000}, "lower max_model_len"),
+        ({"attention": "cuda"}, "unknown attention backend 'cuda'"),
+    ],
+)
+def test_settings_that_cannot_work_say_so_at_once(tiny_folder, options, words):
+    with pytest.raises(ValueError, match=words):
+        LLM.from_pretrained(tiny_folder, style=Style(**tiny.STYLE), **options)
