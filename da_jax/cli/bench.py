@@ -1,0 +1,151 @@
+"""`da-jax bench`: speed of this machine, never asserted by a test."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, Any]
+
+
+def attention(
+    contexts: list[int] | None,
+    batches: list[int] | None,
+    backends: list[str] | None,
+    as_json: bool,
+) -> None:
+    """Times the attention operation."""
+    from da_jax.kernels import bench
+
+    given = {"contexts": contexts, "batches": batches, "backends": backends}
+    rows = bench.attention_rows(**{name: value for name, value in given.items() if value})
+    _print(rows, as_json, _machine())
+
+
+def scanner(as_json: bool) -> None:
+    """Times the tag scanner."""
+    from da_jax.protocol.bench import scanner_throughput
+
+    rows = [row._asdict() | {"chars_per_s": round(row.chars_per_s)} for row in scanner_throughput()]
+    _print(rows, as_json, "")
+
+
+def decode(
+    model: str,
+    batches: list[int],
+    prompt_tokens: int,
+    new_tokens: int,
+    dtype: str,
+    with_transformers: bool,
+    as_json: bool,
+) -> None:
+    """Times the engine, and transformers on the same folder when asked."""
+    rows = []
+    for batch in batches:
+        rows.append(_engine_row(model, batch, prompt_tokens, new_tokens, dtype))
+        if with_transformers:
+            rows.append(_transformers_row(model, batch, prompt_tokens, new_tokens, rows[-1]))
+    _print(rows, as_json, _machine())
+
+
+def _engine_row(model: str, batch: int, prompt_tokens: int, new_tokens: int, dtype: str) -> Row:
+    from da_jax.engine.llm import LLM
+    from da_jax.engine.request import Arm, Request, SamplingParams
+    from da_jax.protocol.prompt import PromptMap
+
+    llm = LLM.from_pretrained(
+        model, dtype=dtype, max_num_seqs=batch, max_model_len=prompt_tokens + new_tokens
+    )
+    engine = llm.engine
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    for ids in _prompts(batch, prompt_tokens, len(engine.table)):
+        prompt = PromptMap(ids, (), ((0, len(ids)),), "", (), (), (), "vanilla")
+        engine.add(Request(prompt, params, Arm.VANILLA))
+    start = time.perf_counter()
+    while engine.prefill_step():
+        pass
+    prefilled = time.perf_counter()
+    while not engine.idle:
+        engine.decode_step()
+    done = time.perf_counter()
+    steps = new_tokens - 1  # the first token comes from the prefill
+    return {
+        "engine": "da-jax",
+        "dtype": str(llm.engine.runner.pages[0].dtype),
+        "batch": batch,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "prefill_tokens_per_s": round(batch * prompt_tokens / (prefilled - start), 1),
+        "decode_tokens_per_s": round(batch * steps / (done - prefilled), 1),
+        "decode_ms_per_step": round((done - prefilled) / steps * 1e3, 2),
+    }
+
+
+def _transformers_row(
+    model: str, batch: int, prompt_tokens: int, new_tokens: int, ours: Row
+) -> Row:
+    try:
+        import torch
+    except ImportError:
+        raise ValueError("--transformers needs torch; install it in this environment") from None
+    from transformers import AutoModelForCausalLM
+
+    from da_jax.checkpoints.convert import resolve
+
+    network = AutoModelForCausalLM.from_pretrained(
+        resolve(model), dtype=getattr(torch, ours["dtype"])
+    ).eval()
+    ids = torch.from_numpy(
+        np.stack(_prompts(batch, prompt_tokens, network.config.vocab_size)).astype(np.int64)
+    )
+    with torch.inference_mode():
+        network(input_ids=ids[:, :8])  # first-call costs
+        start = time.perf_counter()
+        out = network(input_ids=ids, use_cache=True, logits_to_keep=1)
+        prefilled = time.perf_counter()
+        for _ in range(new_tokens - 1):
+            token = out.logits[:, -1:].argmax(-1)
+            out = network(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+        done = time.perf_counter()
+    steps = new_tokens - 1
+    decode_rate = batch * steps / (done - prefilled)
+    return ours | {
+        "engine": f"transformers (torch {torch.__version__}, {torch.get_num_threads()} threads)",
+        "prefill_tokens_per_s": round(batch * prompt_tokens / (prefilled - start), 1),
+        "decode_tokens_per_s": round(decode_rate, 1),
+        "decode_ms_per_step": round((done - prefilled) / steps * 1e3, 2),
+        "da_jax_decode_ratio": round(ours["decode_tokens_per_s"] / decode_rate, 2),
+    }
+
+
+def _prompts(batch: int, length: int, vocabulary: int) -> list[np.ndarray]:
+    """Random token ids, the same for both engines."""
+    rng = np.random.default_rng(0)
+    return list(rng.integers(vocabulary // 4, vocabulary // 2, (batch, length), dtype=np.int32))
+
+
+def _machine() -> str:
+    import os
+
+    import jax
+
+    kinds = ", ".join(sorted({device.device_kind for device in jax.devices()}))
+    return f"{jax.default_backend()} ({kinds}), {os.cpu_count()} CPU cores, jax {jax.__version__}"
+
+
+def _print(rows: list[Row], as_json: bool, title: str) -> None:
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table(title=title or None, title_justify="left")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(str(row.get(column, "")) for column in columns))
+    Console().print(table)

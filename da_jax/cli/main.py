@@ -1,0 +1,165 @@
+"""`da-jax`: the commands and their options. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from da_jax import __version__
+from da_jax.engine.config import EngineConfig
+
+app = typer.Typer(
+    name="da-jax",
+    help="Declarative Attention in JAX: a model declares what it reads, the engine skips the rest",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+_DEFAULT = EngineConfig()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny' (shipped).")] = "tiny",
+    document: Annotated[
+        str | None, typer.Option(help="File of the document, '-' for standard input.")
+    ] = None,
+    question: Annotated[str | None, typer.Option(help="Question about the document.")] = None,
+    arm: Annotated[
+        str, typer.Option(help="da, unmasked (all visible) or vanilla (plain prompt).")
+    ] = "da",
+    style: Annotated[
+        str, typer.Option(help="Prompt style: auto, tool, plain, compact, or a JSON file.")
+    ] = "auto",
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of the response.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is no limit.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Share of probability to sample from.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="From -2 to 2.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt and response, in tokens.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = _DEFAULT.page_size,
+    prefill_chunk: Annotated[
+        int, typer.Option(help="Tokens of a prefill step.")
+    ] = _DEFAULT.prefill_chunk,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = _DEFAULT.dtype,
+    attention: Annotated[str | None, typer.Option(help="Backend, see `da-jax env`.")] = None,
+    json_: Json = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write what every decode step saw to this JSON file.")
+    ] = None,
+) -> None:
+    """Answer a question about a document. Without arguments: the shipped example."""
+    from da_jax.cli import generate as command
+
+    command.run(
+        command.Options(
+            model=model, document=document, question=question, arm=arm, style=style,
+            system=system, json=json_, trace=trace,
+            sampling=dict(
+                max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                presence_penalty=presence_penalty, seed=seed, stop=tuple(stop or ()),
+            ),
+            engine=dict(
+                max_model_len=max_model_len, page_size=page_size, prefill_chunk=prefill_chunk,
+                dtype=dtype, attention=attention, max_num_seqs=1,
+            ),
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Hugging Face folder or hub id.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+) -> None:
+    """Convert a Hugging Face checkpoint to Orbax."""
+    import jax.numpy as jnp
+
+    from da_jax.checkpoints import convert as checkpoints
+
+    checkpoints.convert(checkpoints.resolve(source), destination, dtype=jnp.dtype(dtype))
+    print(f"wrote {destination}")
+
+
+@app.command()
+def env(json_: Json = False) -> None:
+    """Print versions, devices, and which attention backends can run here."""
+    from da_jax.cli import env as command
+
+    command.run(json_)
+
+
+@bench.command()
+def attention(
+    context: Annotated[list[int] | None, typer.Option(help="Tokens; may be repeated.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="Backend; may be repeated.")] = None,
+    json_: Json = False,
+) -> None:
+    """Time the attention operation against the share of visible pages."""
+    from da_jax.cli import bench as command
+
+    command.attention(context, batch, backend, json_)
+
+
+@bench.command()
+def scanner(json_: Json = False) -> None:
+    """Characters a second through the tag scanner, in deltas of four."""
+    from da_jax.cli import bench as command
+
+    command.scanner(json_)
+
+
+@bench.command()
+def decode(
+    model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny'.")] = "tiny",
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 1024,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each response.")] = 64,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    transformers: Annotated[
+        bool, typer.Option(help="Measure transformers (torch) on the same folder too.")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Prefill and decode tokens a second of the engine."""
+    from da_jax.cli import bench as command
+
+    command.decode(model, batch or [1, 8], prompt_tokens, new_tokens, dtype, transformers, json_)
+
+
+def main() -> None:
+    """Entry point: errors that say what to do are printed without a traceback."""
+    try:
+        app()
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        print(f"da-jax: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,123 @@
+"""The commands, in this process: what they print and how they refuse."""
+
+import json
+import sys
+
+import pytest
+
+from da_jax.cli import main as cli
+
+SMALL = ["--page-size", "16", "--prefill-chunk", "512", "--max-model-len", "2048"]
+
+
+def call(monkeypatch, capsys, *arguments):
+    """(exit code, standard output, standard error) of `da-jax arguments`."""
+    monkeypatch.setattr(sys, "argv", ["da-jax", *arguments])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+        sys.exit(0)
+    out = capsys.readouterr()
+    return done.value.code or 0, out.out, out.err
+
+
+@pytest.fixture
+def da_jax(monkeypatch, capsys):
+    return lambda *arguments: call(monkeypatch, capsys, *arguments)
+
+
+def test_generate_without_arguments_answers_the_shipped_example(da_jax, tmp_path):
+    from da_jax.cli.generate import EXAMPLE
+
+    code, out, _ = da_jax("generate", "--json", "--trace", str(tmp_path / "trace.json"), *SMALL)
+    result = json.loads(out)
+    assert code == 0
+    assert list(result) == [
+        "text", "answer", "finish_reason", "prompt_tokens", "completion_tokens",
+        "attended_tokens", "attended_tokens_vanilla", "reduction", "modes", "focus",
+        "compilations_after_warmup",
+    ]  # fmt: skip
+    assert result["answer"] == json.loads(EXAMPLE.read_text())["answer"]
+    assert result["finish_reason"] == "stop" and result["compilations_after_warmup"] == 0
+    assert result["focus"] == {"attempts": 1, "successes": 1, "declines": {}}
+    assert 0 < result["attended_tokens"] < result["attended_tokens_vanilla"]
+    modes = result["modes"]
+    assert sum(m["attended_tokens"] for m in modes.values()) == result["attended_tokens"]
+    assert sum(m["tokens"] for m in modes.values()) == result["completion_tokens"]
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert sum(s["attended"] for s in trace["steps"]) == result["attended_tokens"]
+    assert len(trace["steps"]) == result["completion_tokens"] - 1
+
+
+def test_generate_prints_text_and_a_table_for_people(da_jax):
+    code, out, _ = da_jax("generate", *SMALL)
+    assert code == 0
+    assert "<focus magic_chunks=" in out and "everything visible" in out
+    assert "focus 1 of 1 honoured" in out
+
+
+def test_generate_reads_standard_input_and_its_arm_is_accounted(da_jax, monkeypatch, tmp_path):
+    path = tmp_path / "document.txt"
+    path.write_text("some text\n")
+    with path.open() as handle:
+        monkeypatch.setattr(sys, "stdin", handle)
+        code, out, _ = da_jax(
+            "generate", "--document", "-", "--question", "what?", "--arm", "unmasked",
+            "--max-tokens", "5", "--json", *SMALL,
+        )  # fmt: skip
+    result = json.loads(out)
+    assert code == 0 and result["reduction"] == 0 and result["completion_tokens"] <= 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "--question", "why?"], "--question needs a --document"),
+        (["generate", "--document", "x.txt"], "--document needs a --question"),
+        (["generate", "--document", "no.txt", "--question", "why?"], "no.txt"),
+        (["generate", "--model", "no-such-folder"], "no folder"),
+        (["generate", "--max-tokens", "0"], "max_tokens is 0"),
+        (["generate", "--arm", "masked"], "masked"),
+        (["generate", "--attention", "cuda"], "unknown attention backend"),
+        (["convert", "no-such-folder", "out"], "no folder"),
+    ],
+)
+def test_bad_arguments_are_one_line_that_names_them(da_jax, arguments, words):
+    code, out, err = da_jax(*arguments)
+    assert code == 1 and out == ""
+    assert words in err and "Traceback" not in err
+
+
+def test_a_binary_document_is_refused(da_jax, tmp_path):
+    (tmp_path / "image").write_bytes(b"\xff\xd8\xff")
+    code, _, err = da_jax("generate", "--document", str(tmp_path / "image"), "--question", "what?")
+    assert code == 1 and "no UTF-8 text" in err
+
+
+def test_env_tells_backends_and_versions(da_jax):
+    code, out, _ = da_jax("env", "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["packages"]["jax"] and facts["devices"]
+    assert {row["name"]: row["available"] for row in facts["attention"]}["xla"]
+    assert facts["attention_default"] == "xla"
+    assert "attention xla" in da_jax("env")[1]
+
+
+def test_convert_writes_an_orbax_checkpoint_that_loads(da_jax, tiny_folder, tmp_path):
+    code, out, _ = da_jax("convert", str(tiny_folder), str(tmp_path / "out"), "--dtype", "float32")
+    assert code == 0 and "wrote" in out
+    assert (tmp_path / "out" / "params").is_dir() and (tmp_path / "out" / "config.json").exists()
+
+
+def test_bench_attention_prints_rows(da_jax):
+    code, out, _ = da_jax("bench", "attention", "--context", "512", "--batch", "1", "--json")
+    rows = json.loads(out)
+    assert code == 0 and {"backend", "context", "batch", "visible", "ms", "bytes"} <= rows[0].keys()
+    full = {row["backend"]: row["bytes"] for row in rows if row["visible"] == 1}
+    assert all(row["bytes"] < full[row["backend"]] for row in rows if row["visible"] < 1)
+
+
+def test_bench_scanner_and_decode_print_rows(da_jax):
+    code, out, _ = da_jax("bench", "decode", "--batch", "2", "--prompt-tokens", "40",
+                          "--new-tokens", "4", "--json")  # fmt: skip
+    (row,) = json.loads(out)
+    assert code == 0 and row["batch"] == 2 and row["decode_tokens_per_s"] > 0
