@@ -16,14 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from da_jax.checkpoints.convert import TINY
+from da_jax.engine.config import EngineConfig
 from da_jax.engine.llm import LLM
 from da_jax.engine.request import (
+    Arm,
     Decline,
     Done,
     Event,
     ModeChange,
     PrefillProgress,
     Response,
+    SamplingParams,
     TextDelta,
 )
 from da_jax.protocol.modes import Mode
@@ -51,24 +54,25 @@ class Options:
 
 def run(options: Options) -> None:
     """Loads, answers, prints."""
+    # What can be refused is refused before a checkpoint is loaded.
     document, question = read_input(options)
-    console = Console(stderr=options.json)  # with --json, standard output holds one object only
-    with _progress(console) as report:
-        style: Any = options.style
-        if style.endswith(".json"):
-            style = Style.from_json(Path(style).read_text(encoding="utf-8"))
-        llm = LLM.from_pretrained(options.model, style=style, progress=report, **options.engine)
-        events = llm.stream(
-            document, question, arm=options.arm, system=options.system, **options.sampling
-        )
+    sampling, arm = SamplingParams(**options.sampling), Arm(options.arm)
+    config = EngineConfig(**options.engine)
+    style: Style | str = options.style
+    if options.style.endswith(".json"):
+        style = Style.from_json(Path(options.style).read_text(encoding="utf-8"))
+    with _progress() as report:
+        llm = LLM.from_pretrained(options.model, style=style, config=config, progress=report)
+        events = llm.stream(document, question, arm=arm, system=options.system, sampling=sampling)
         first = _prefill(events, report)
+    console = Console(stderr=options.json)  # with --json, standard output holds one object only
     response = _show(first, events, console)
     if options.trace:
         write_trace(response, options.trace)
     if options.json:
         print(json.dumps(summary(response, llm.compilations_after_warmup)))
     else:
-        console.print(_table(response, options.arm, llm.renderer.style.da_only))
+        console.print(_table(response, arm, llm.renderer.style.da_only))
 
 
 def read_input(options: Options) -> tuple[str, str]:
@@ -128,8 +132,8 @@ def write_trace(response: Response, path: Path) -> None:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Any]:
-    with Progress(console=console, transient=True) as progress:
+def _progress() -> Iterator[Any]:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         tasks: dict[str, Any] = {}
 
         def report(stage: str, done: int, total: int) -> None:
@@ -164,11 +168,11 @@ def _show(first: Event, events: Iterator[Event], console: Console) -> Response:
     return event.response
 
 
-def _table(response: Response, arm: str, da_only: bool) -> Table:
+def _table(response: Response, arm: Arm, da_only: bool) -> Table:
     account = response.summary
     title = f"{response.prompt_tokens} prompt tokens, arm {arm}, {response.finish_reason}"
     table = Table(title=title, title_justify="left")
-    for column in ("mode", "tokens", "attended", "read (pages)"):
+    for column in ("mode", "tokens", "attended", "read (whole pages)"):
         table.add_column(column, justify="left" if column == "mode" else "right")
     for mode in Mode:
         table.add_row(
@@ -185,7 +189,7 @@ def _table(response: Response, arm: str, da_only: bool) -> Table:
     focus = account["focus"]
     notes = [f"focus {focus['successes']} of {focus['attempts']} honoured"]
     notes += [f"{count} declined ({reason})" for reason, count in account["declines"].items()]
-    if arm == "vanilla" and da_only:
+    if arm is Arm.VANILLA and da_only:
         notes.append("this checkpoint knows only the DA prompt: vanilla is unmasked")
     table.caption = "; ".join(notes) + f"\nanswer: {response.answer}"
     table.caption_justify = "left"
