@@ -18,7 +18,7 @@ from da_jax.cache.pages import PagePool
 from da_jax.engine import runner as device
 from da_jax.engine.config import MAX_STOP_IDS, EngineConfig
 from da_jax.engine.detokenize import TokenTable
-from da_jax.engine.request import Event, PrefillProgress, Request
+from da_jax.engine.request import Done, Event, PrefillProgress, Request
 from da_jax.engine.sampling import key_of
 from da_jax.engine.scheduler import Scheduler
 from da_jax.engine.sequence import Choice, Sequence
@@ -68,7 +68,8 @@ class Engine:
         )  # fmt: skip
         self.scheduler = Scheduler(PagePool(pool.num_pages), config.max_num_seqs, config.page_size)
         self._ids = itertools.count()
-        self._cancelled: list[Event] = []
+        self._pending: list[Event] = []  # for the next `step` to return
+        self._boxes: dict[int, list[Event]] = {}  # events of requests that a `run` waits for
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every program; after it nothing compiles. See `compilations`."""
@@ -117,17 +118,17 @@ class Engine:
         """Ends a request now; its response holds what was generated. Unknown ids do nothing."""
         sequence = self.scheduler.find(request_id)
         if sequence is not None:
-            self._cancelled += sequence.finish("cancelled")
+            self._pending += sequence.finish("cancelled")
             self.scheduler.remove(sequence)
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing left to do or to tell."""
-        return self.scheduler.idle and not self._cancelled
+        return self.scheduler.idle and not self._pending
 
     def step(self) -> list[Event]:
         """Prefills one chunk, then runs one burst; returns what came of it."""
-        events, self._cancelled = self._cancelled, []
+        events, self._pending = self._pending, []
         return events + self.prefill_step() + self.decode_step()
 
     def prefill_step(self) -> list[Event]:
@@ -142,13 +143,37 @@ class Engine:
         return self._burst(decoding) if decoding else []
 
     def run(self, requests: list[Request]) -> Iterator[Event]:
-        """Queues requests, whose numbers follow each other, and yields events until all is done."""
+        """Answers requests, yielding their events and no others.
+
+        Several runs may be interleaved in one thread; each advances all of them. A run that is
+        abandoned cancels what it has not finished.
+
+        Raises:
+          RequestError: at once, when one of them can never run; nothing was queued.
+        """
         for request in requests:
             self.check(request)
-        for request in requests:
-            self.add(request)
-        while not self.idle:
-            yield from self.step()
+        return self._events(requests)
+
+    def _events(self, requests: list[Request]) -> Iterator[Event]:
+        numbers, box = [self.add(request) for request in requests], list[Event]()
+        self._boxes.update(dict.fromkeys(numbers, box))
+        unfinished = set(numbers)
+        try:
+            while unfinished:
+                while not box:
+                    for event in self.step():
+                        self._boxes.get(event.request_id, self._pending).append(event)
+                event = box.pop(0)
+                if isinstance(event, Done):
+                    unfinished.remove(event.request_id)
+                yield event
+        finally:
+            for number in unfinished:
+                self.cancel(number)
+            self._pending = [e for e in self._pending if e.request_id not in unfinished]
+            for number in numbers:
+                del self._boxes[number]
 
     def _prefill(self, sequence: Sequence) -> list[Event]:
         start, total = sequence.prefilled, sequence.prompt_len

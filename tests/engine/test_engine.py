@@ -218,3 +218,32 @@ def test_presence_penalty_reaches_over_bursts(random_llm, engine):
     free = random_llm.generate(CHUNKS, QUESTION, **options)
     held = random_llm.generate(CHUNKS, QUESTION, presence_penalty=2.0, **options)
     assert len(set(held.token_ids)) > len(set(free.token_ids))
+
+
+def test_an_abandoned_stream_is_cancelled_and_leaves_no_events(random_llm, engine):
+    stream = random_llm.stream(CHUNKS, QUESTION, max_tokens=100, ignore_eos=True)
+    next(stream)
+    stream.close()
+    assert engine.idle
+    response = random_llm.generate(CHUNKS, QUESTION, max_tokens=3)
+    assert response.completion_tokens == 3
+
+
+def test_interleaved_streams_get_their_own_events(random_llm, engine):
+    texts = ["first " * 4, "second " * 4]
+    alone = [random_llm.generate(CHUNKS, QUESTION, forced=t, max_tokens=40) for t in texts]
+    streams = [random_llm.stream(CHUNKS, QUESTION, forced=t, max_tokens=40) for t in texts]
+    events: list[list] = [[], []]
+    while len(streams) > sum(isinstance(e[-1], Done) for e in events if e):
+        for stream, seen in zip(streams, events):
+            seen.extend(event for event in [next(stream, None)] if event is not None)
+    assert [seen[-1].response.text for seen in events] == [r.text for r in alone]
+    for seen in events:
+        assert len({event.request_id for event in seen}) == 1
+
+
+def test_a_request_added_by_hand_is_served_while_another_runs(random_llm, engine):
+    number = engine.add(ask(random_llm, max_tokens=5, ignore_eos=True))
+    random_llm.generate(CHUNKS, QUESTION, max_tokens=30, ignore_eos=True)
+    responses, _ = finish(engine)
+    assert responses[number].completion_tokens == 5
