@@ -154,6 +154,7 @@ class Sequence:
         events = self._read(self._decoder.flush(), hidden=False)
         events += self._emit(self._stops.flush())
         self._tracker.finish()
+        self._tracker.hide(self._stops.withheld)
         self.finish_reason = reason
         return [*events, Done(self.request_id, self._response())]
 

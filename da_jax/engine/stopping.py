@@ -21,10 +21,14 @@ class StopStrings(Generic[Tag]):
         self._stops = tuple(stops)
         self._held: list[tuple[str, Tag]] = []
         self.found: str | None = None
+        self.withheld = 0  # characters of the text from the beginning of `found` on
 
     def push(self, text: str, tag: Tag) -> list[tuple[str, Tag]]:
         """Adds a piece and returns what may be shown; nothing once a stop string was found."""
-        if self.found is not None or not text:
+        if self.found is not None:
+            self.withheld += len(text)
+            return []
+        if not text:
             return []
         if not self._stops:
             return [(text, tag)]
@@ -33,6 +37,7 @@ class StopStrings(Generic[Tag]):
         hits = [(whole.find(stop), stop) for stop in self._stops if stop in whole]
         if hits:
             cut, self.found = min(hits)
+            self.withheld = len(whole) - cut
         else:
             cut = len(whole) - self._possible_beginning(whole)
         shown, self._held = _split(self._held, cut)

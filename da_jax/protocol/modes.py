@@ -132,6 +132,10 @@ class ModeTracker:
         self.length += len(text)
         return self._take(self._scanner.feed(text))
 
+    def hide(self, count: int) -> None:
+        """Takes the last `count` characters out of the answer (a stop string, which was cut)."""
+        self._tags.append((self.length - count, self.length))
+
     def finish(self) -> list[TagEvent]:
         """Ends the response; returns the events that its end causes."""
         return self._take(self._scanner.finish())

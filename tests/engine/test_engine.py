@@ -89,6 +89,7 @@ def test_a_stop_string_over_several_tokens_does_not_leak(random_llm, engine):
         CHUNKS, QUESTION, forced="one two END three", stop="END", max_tokens=40
     )
     assert response.text == "one two " and response.finish_reason == "stop"
+    assert response.answer == "one two"
     assert response.completion_tokens == len("one two END")
 
 

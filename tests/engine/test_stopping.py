@@ -42,6 +42,7 @@ def test_nothing_of_a_stop_string_leaks():
     assert stopper.push("D!", 3) == []
     assert stopper.found == "END"
     assert stopper.push("more", 4) == [] and stopper.flush() == []
+    assert stopper.withheld == len("END!more")
 
 
 def test_text_that_only_looked_like_a_stop_string_keeps_its_tags():
