@@ -1,5 +1,6 @@
 """Times `paged_attention` at decode: one query a sequence, random visible pages."""
 
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -26,13 +27,13 @@ class Shape:
     dtype: str = "float32"
 
 
-def attention_header() -> dict[str, str]:
-    """Says where and with what the rows were measured."""
+def machine() -> dict[str, str]:
+    """Says where and with what rows are measured."""
     device = jax.devices()[0]
     return {
         "platform": device.platform,
         "device": device.device_kind,
-        "machine": platform.machine(),
+        "cores": f"{os.cpu_count()} {platform.machine()}",
         "python": platform.python_version(),
         **{name: version(name) for name in ("jax", "jaxlib", "numpy")},
     }
@@ -62,8 +63,9 @@ def attention_rows(
         seed: of keys, values, page order and visible pages.
 
     Returns:
-        Rows `backend, context, batch, visible, ms, bytes`: `ms` is the median time of a call and
-        `bytes` the keys and values of its visible pages.
+        Rows `backend, context, batch, visible, ms, bytes, ratio`: `ms` is the median time of a
+        call, `bytes` the keys and values of its visible pages, and `ratio` the time relative to the
+        first of `visible`.
 
     Raises:
         ValueError: a fraction outside (0, 1], or an unknown backend.
@@ -100,15 +102,17 @@ def _case(
     for name in names:
         attend = _program(name, shape)
         calls = [partial(attend, q, kv_pages, mask, lengths) for mask in masks]
-        for fraction, mask, ms in zip(visible, masks, _median_ms(calls, repeats)):
+        times = _median_ms(calls, repeats)
+        for fraction, mask, ms in zip(visible, masks, times):
             rows.append(
                 {
                     "backend": name,
                     "context": context,
                     "batch": batch,
                     "visible": fraction,
-                    "ms": ms,
+                    "ms": round(ms, 3),
                     "bytes": int(mask.count.sum()) * page_bytes,
+                    "ratio": round(ms / times[0], 4),
                 }
             )
     return rows

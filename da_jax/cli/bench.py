@@ -32,7 +32,7 @@ def scanner(as_json: bool) -> None:
     from da_jax.protocol.bench import scanner_throughput
 
     rows = [row._asdict() | {"chars_per_s": round(row.chars_per_s)} for row in scanner_throughput()]
-    _print(rows, as_json, "")
+    _print(rows, as_json, _machine())
 
 
 def decode(
@@ -130,12 +130,9 @@ def _prompts(batch: int, length: int, vocabulary: int) -> list[np.ndarray]:
 
 
 def _machine() -> str:
-    import os
+    from da_jax.kernels.bench import machine
 
-    import jax
-
-    kinds = ", ".join(sorted({device.device_kind for device in jax.devices()}))
-    return f"{jax.default_backend()} ({kinds}), {os.cpu_count()} CPU cores, jax {jax.__version__}"
+    return ", ".join(f"{name} {value}" for name, value in machine().items())
 
 
 def _print(rows: list[Row], as_json: bool, title: str) -> None:
@@ -148,4 +145,5 @@ def _print(rows: list[Row], as_json: bool, title: str) -> None:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*(str(row.get(column, "")) for column in columns))
-    Console().print(table)
+    width = None if Console().is_terminal else 200  # a file wants the whole table
+    Console(width=width).print(table)

@@ -90,9 +90,10 @@ def test_bench_rows():
         for backend in ("xla", "reference")
         for visible, pages in ((1.0, 7), (0.3, 2))
     ]
-    assert all(list(r) == ["backend", "context", "batch", "visible", "ms", "bytes"] for r in rows)
-    assert all(r["ms"] > 0 and r["context"] == 100 for r in rows)
-    assert bench.attention_header()["platform"] == jax.default_backend()
+    assert list(rows[0]) == ["backend", "context", "batch", "visible", "ms", "bytes", "ratio"]
+    assert all(r["ms"] >= 0 and r["context"] == 100 and r["ratio"] > 0 for r in rows)
+    assert [r["ratio"] for r in rows[::2]] == [1] * 4
+    assert bench.machine()["platform"] == jax.default_backend()
 
 
 def test_bench_refuses_fractions_outside_the_context():
