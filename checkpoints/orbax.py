@@ -54,6 +54,8 @@ def save(model: Qwen3, source: Path, folder: Path, *, dtype: jnp.dtype | None = 
     if dtype is not None:
         parameters = {path: value.astype(dtype) for path, value in parameters.items()}
     ocp.save(folder.absolute() / PARAMS, parameters)
+    # Orbax notes the absolute path in it, which is nobody's business once the folder is moved.
+    (folder / PARAMS / "commit_success.txt").unlink(missing_ok=True)
 
 
 def load(folder: Path, *, dtype: jnp.dtype, sharding: jax.sharding.Sharding | None = None) -> Qwen3:

@@ -250,7 +250,8 @@ class LLM:
 
 def load_tokenizer(folder: Path) -> Any:
     """The fast Hugging Face tokenizer of a checkpoint folder."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not missing here
+    # transformers advises to install torch, which da-jax has no use for.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)

@@ -95,8 +95,13 @@ class Sequence:
         self.finish_reason: str | None = None
         self._page_size, self._width, self._table = page_size, entries, table
         self._decoder = IncrementalDecoder(table)
+        # A checkpoint that knows only the DA prompt gets it in the vanilla arm too, and then writes
+        # tags there: that arm is the unmasked one.
+        plain = request.arm is Arm.VANILLA and not request.prompt.chunks
         self._tracker = ModeTracker(
-            len(request.prompt.chunks), answer_mode=request.answer_mode, arm=request.arm.value
+            len(request.prompt.chunks),
+            answer_mode=request.answer_mode,
+            arm="vanilla" if plain else "unmasked",
         )
         self._stops: StopStrings[Mode] = StopStrings(request.params.stop)
         self._trace = Trace(self.prompt_len, log=True)

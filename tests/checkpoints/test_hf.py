@@ -93,6 +93,8 @@ def test_orbax_round_trip_is_exact_and_carries_the_metadata(folder, tmp_path, dt
     convert.convert(folder, tmp_path / "orbax", dtype=dtype)
     assert orbax.is_orbax(tmp_path / "orbax")
     assert (tmp_path / "orbax" / "da_style.json").exists()
+    files = [path for path in (tmp_path / "orbax").rglob("*") if path.is_file()]
+    assert not any(str(tmp_path).encode() in path.read_bytes() for path in files)
     assert_equal(convert.load(tmp_path / "orbax", dtype=dtype), model)
     with pytest.raises(FileExistsError, match="already holds"):
         convert.convert(folder, tmp_path / "orbax", dtype=dtype)
