@@ -54,5 +54,12 @@ def load(folder: Path, *, dtype: jnp.dtype) -> Qwen3:
 
 
 def convert(source: Path, destination: Path, *, dtype: jnp.dtype) -> None:
-    """Writes the checkpoint in `source` as an Orbax checkpoint in `destination`."""
+    """Writes the checkpoint in `source` as an Orbax checkpoint in `destination`.
+
+    Raises:
+      FileExistsError: when there is a checkpoint in `destination` already, before `source` is read.
+      ConfigError, CheckpointError: what is wrong with `source`.
+    """
+    if orbax.is_orbax(destination):
+        raise FileExistsError(f"{destination} already holds an Orbax checkpoint; remove it first")
     orbax.save(load(source, dtype=dtype), source, destination)

@@ -31,7 +31,7 @@ _TOP = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_CONTROL = 3  # token type of special tokens in GGUF
+_CONTROL, _USER_DEFINED = 3, 4  # token types of special and of other added tokens in GGUF
 _SPLITTERS: dict[str, list[dict[str, Any]]] = {
     "smollm": [{"type": "Digits", "individual_digits": True}],
     "gpt-2": [],
@@ -54,6 +54,8 @@ def convert(source: Path, folder: Path) -> None:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields["general.architecture"] != "llama":
         raise ValueError(f"architecture {fields['general.architecture']!r}; only llama is handled")
+    if scaling := sorted(name for name in fields if ".rope.scaling." in name):
+        raise ValueError(f"{scaling} are not handled; convert the Hugging Face checkpoint instead")
     config = _config(fields)
     tensors = dict(_tensor(tensor, config) for tensor in reader.tensors)
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
@@ -81,7 +83,7 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": field("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": field("attention.head_count_kv"),
-        "head_dim": field("embedding_length") // heads,
+        "head_dim": fields.get("llama.attention.key_length", field("embedding_length") // heads),
         "hidden_act": "silu",
         "max_position_embeddings": field("context_length"),
         "rms_norm_eps": round(field("attention.layer_norm_rms_epsilon"), 12),
@@ -95,16 +97,30 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
 def _tensor(tensor: Any, config: dict[str, Any]) -> tuple[str, np.ndarray]:
     from gguf import quants
 
+    layer, name = _place(tensor.name)
     value = quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
     value = value.reshape(tuple(int(size) for size in tensor.shape[::-1]))
     if tensor.name in _TOP:
         return _TOP[tensor.name], value.astype(ml_dtypes.bfloat16)
-    _, layer, name, _ = tensor.name.split(".")
     if name in ("attn_q", "attn_k"):  # llama.cpp interleaves the pairs that RoPE rotates
         heads = config["num_attention_heads" if name == "attn_q" else "num_key_value_heads"]
         pairs = value.reshape(heads, config["head_dim"] // 2, 2, value.shape[-1])
         value = pairs.swapaxes(1, 2).reshape(value.shape)
     return f"model.layers.{layer}.{_NAMES[name]}.weight", value.astype(ml_dtypes.bfloat16)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """(layer, kind) of a tensor, ("", "") for those outside the layers.
+
+    Raises:
+      ValueError: for a tensor that a Llama-type model without biases does not have.
+    """
+    if name in _TOP:
+        return "", ""
+    parts = name.split(".")
+    if len(parts) != 4 or parts[0] != "blk" or parts[2] not in _NAMES or parts[3] != "weight":
+        raise ValueError(f"tensor {name!r} is not handled; only Llama-type models without biases")
+    return parts[1], parts[2]
 
 
 def _tokenizer(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -123,9 +139,9 @@ def _tokenizer(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": index, "content": token, "special": True, **flags}
+            {"id": index, "content": token, "special": types[index] == _CONTROL, **flags}
             for index, token in enumerate(tokens)
-            if types[index] == _CONTROL
+            if types[index] in (_CONTROL, _USER_DEFINED)
         ],
         "normalizer": None,
         "pre_tokenizer": {

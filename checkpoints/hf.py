@@ -43,7 +43,10 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict):
+            raise CheckpointError(f"{index} has no weight_map; download it again")
+        files = [folder / name for name in sorted(set(names.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -72,8 +75,13 @@ def load(folder: Path, *, dtype: jnp.dtype) -> Qwen3:
     parameters = flat_parameters(model)
     names = tensor_names(config)
     with ExitStack() as stack:
-        stored = dict(_open(weight_files(folder), stack))
-        faults = _faults(parameters, names, stored, config)
+        stored: dict[str, safe_open] = {}
+        faults = []
+        for name, handle in _open(weight_files(folder), stack):
+            if name in stored:
+                faults.append(f"twice: {name} stands in more than one file")
+            stored[name] = handle
+        faults += _faults(parameters, names, stored, config)
         if faults:
             raise CheckpointError(
                 f"{folder} does not fit {config.model_type}; {len(faults)} faults:\n  "
@@ -150,8 +158,3 @@ def _faults(
         if name not in known and not ignored(name, config)
     ]
     return faults
-
-
-def device_bytes(model: nnx.Module) -> int:
-    """Bytes of all parameters."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -43,6 +43,9 @@ def save(model: Qwen3, source: Path, folder: Path, *, dtype: jnp.dtype | None = 
       source: the folder whose metadata (configuration, tokenizer, style) goes with it.
       folder: destination; created. An existing checkpoint there is an error.
       dtype: dtype on disk; None keeps the model's.
+
+    Raises:
+      FileExistsError: when there is a checkpoint in `folder` already.
     """
     if is_orbax(folder):
         raise FileExistsError(f"{folder} already holds an Orbax checkpoint; remove it first")
@@ -58,13 +61,12 @@ def save(model: Qwen3, source: Path, folder: Path, *, dtype: jnp.dtype | None = 
     (folder / PARAMS / "commit_success.txt").unlink(missing_ok=True)
 
 
-def load(folder: Path, *, dtype: jnp.dtype, sharding: jax.sharding.Sharding | None = None) -> Qwen3:
+def load(folder: Path, *, dtype: jnp.dtype) -> Qwen3:
     """Restores a model that `save` wrote.
 
     Args:
       folder: the checkpoint folder.
       dtype: dtype of the parameters in memory; Orbax casts while it reads.
-      sharding: where the parameters go; None is the default device.
 
     Raises:
       CheckpointError: listing every parameter that is missing, left over or of a wrong shape.
@@ -85,7 +87,7 @@ def load(folder: Path, *, dtype: jnp.dtype, sharding: jax.sharding.Sharding | No
     ]
     if faults:
         raise hf.CheckpointError(f"{path}: {len(faults)} faults:\n  " + "\n  ".join(faults))
-    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = {
         name: jax.ShapeDtypeStruct(leaf.get_value().shape, dtype, sharding=sharding)
         for name, leaf in parameters.items()

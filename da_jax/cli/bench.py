@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 Row = dict[str, Any]
 
@@ -22,6 +23,9 @@ def attention(
     """Times the attention operation."""
     from da_jax.kernels import bench
 
+    for name, values in (("--context", contexts), ("--batch", batches)):
+        if values and min(values) < 1:
+            raise ValueError(f"{name} is {min(values)}; it must be at least 1")
     given = {"contexts": contexts, "batches": batches, "backends": backends}
     rows = bench.attention_rows(**{name: value for name, value in given.items() if value})
     _print(rows, as_json, _machine())
@@ -45,26 +49,40 @@ def decode(
     as_json: bool,
 ) -> None:
     """Times the engine, and transformers on the same folder when asked."""
+    from da_jax.checkpoints.convert import resolve
+    from da_jax.models.config import ModelConfig
+
+    if new_tokens < 2 or prompt_tokens < 1 or min(batches) < 1:
+        raise ValueError("--new-tokens must be at least 2, --prompt-tokens and --batch at least 1")
+    vocabulary = ModelConfig.from_folder(resolve(model)).vocab_size
     rows = []
     for batch in batches:
-        rows.append(_engine_row(model, batch, prompt_tokens, new_tokens, dtype))
+        rng = np.random.default_rng(0)
+        size = (batch, prompt_tokens)
+        prompts = rng.integers(vocabulary // 4, vocabulary // 2, size, dtype=np.int32)
+        rows.append(_engine_row(model, prompts, new_tokens, dtype))
         if with_transformers:
-            rows.append(_transformers_row(model, batch, prompt_tokens, new_tokens, rows[-1]))
+            rows.append(_transformers_row(model, prompts, new_tokens, rows[-1]))
     _print(rows, as_json, _machine())
 
 
-def _engine_row(model: str, batch: int, prompt_tokens: int, new_tokens: int, dtype: str) -> Row:
+def _engine_row(model: str, prompts: np.ndarray, new_tokens: int, dtype: str) -> Row:
     from da_jax.engine.llm import LLM
     from da_jax.engine.request import Arm, Request, SamplingParams
     from da_jax.protocol.prompt import PromptMap
 
+    batch, prompt_tokens = prompts.shape
     llm = LLM.from_pretrained(
-        model, dtype=dtype, max_num_seqs=batch, max_model_len=prompt_tokens + new_tokens
+        model,
+        dtype=dtype,
+        max_num_seqs=batch,
+        max_model_len=prompt_tokens + new_tokens,
+        kv_cache_bytes=2**62,  # the whole batch at once, whatever it takes
     )
     engine = llm.engine
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    for ids in _prompts(batch, prompt_tokens, len(engine.table)):
-        prompt = PromptMap(ids, (), ((0, len(ids)),), "", (), (), (), "vanilla")
+    for ids in prompts:
+        prompt = PromptMap(ids, (), ((0, len(ids)),), "", (), (), (), Arm.VANILLA)
         engine.add(Request(prompt, params, Arm.VANILLA))
     start = time.perf_counter()
     while engine.prefill_step():
@@ -86,9 +104,7 @@ def _engine_row(model: str, batch: int, prompt_tokens: int, new_tokens: int, dty
     }
 
 
-def _transformers_row(
-    model: str, batch: int, prompt_tokens: int, new_tokens: int, ours: Row
-) -> Row:
+def _transformers_row(model: str, prompts: np.ndarray, new_tokens: int, ours: Row) -> Row:
     try:
         import torch
     except ImportError:
@@ -100,9 +116,8 @@ def _transformers_row(
     network = AutoModelForCausalLM.from_pretrained(
         resolve(model), dtype=getattr(torch, ours["dtype"])
     ).eval()
-    ids = torch.from_numpy(
-        np.stack(_prompts(batch, prompt_tokens, network.config.vocab_size)).astype(np.int64)
-    )
+    batch, prompt_tokens = prompts.shape
+    ids = torch.from_numpy(prompts.astype(np.int64))
     with torch.inference_mode():
         network(input_ids=ids[:, :8])  # first-call costs
         start = time.perf_counter()
@@ -123,12 +138,6 @@ def _transformers_row(
     }
 
 
-def _prompts(batch: int, length: int, vocabulary: int) -> list[np.ndarray]:
-    """Random token ids, the same for both engines."""
-    rng = np.random.default_rng(0)
-    return list(rng.integers(vocabulary // 4, vocabulary // 2, (batch, length), dtype=np.int32))
-
-
 def _machine() -> str:
     from da_jax.kernels.bench import machine
 
@@ -144,6 +153,6 @@ def _print(rows: list[Row], as_json: bool, title: str) -> None:
     for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(*(str(row.get(column, "")) for column in columns))
+        table.add_row(*(Text(str(row.get(column, ""))) for column in columns))
     width = None if Console().is_terminal else 200  # a file wants the whole table
     Console(width=width).print(table)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 _PACKAGES = (
     "da-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "tokenizers",
@@ -45,7 +46,8 @@ def run(as_json: bool) -> None:
     table.add_row("devices", f"{facts['platform']}: {', '.join(facts['devices'])}")
     for row in facts["attention"]:
         note = "default" if row["name"] == facts["attention_default"] else "available"
-        table.add_row(f"attention {row['name']}", note if row["available"] else row["reason"])
+        note = note if row["available"] else row["reason"]
+        table.add_row(f"attention {row['name']}", Text(note))
     Console().print(table)
 
 

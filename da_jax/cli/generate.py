@@ -60,7 +60,12 @@ def run(options: Options) -> None:
     config = EngineConfig(**options.engine)
     style: Style | str = options.style
     if options.style.endswith(".json"):
-        style = Style.from_json(Path(options.style).read_text(encoding="utf-8"))
+        try:
+            style = Style.from_json(Path(options.style).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{options.style}: {error}") from error
+    if options.trace and not options.trace.parent.is_dir():
+        raise ValueError(f"--trace: the folder {options.trace.parent} does not exist")
     with _progress() as report:
         llm = LLM.from_pretrained(options.model, style=style, config=config, progress=report)
         events = llm.stream(document, question, arm=arm, system=options.system, sampling=sampling)
@@ -191,6 +196,7 @@ def _table(response: Response, arm: Arm, da_only: bool) -> Table:
     notes += [f"{count} declined ({reason})" for reason, count in account["declines"].items()]
     if arm is Arm.VANILLA and da_only:
         notes.append("this checkpoint knows only the DA prompt: vanilla is unmasked")
-    table.caption = "; ".join(notes) + f"\nanswer: {response.answer}"
+    # Text, not markup: an answer may hold brackets.
+    table.caption = Text("; ".join(notes) + f"\nanswer: {response.answer}")
     table.caption_justify = "left"
     return table

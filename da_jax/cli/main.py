@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from da_jax import __version__
-from da_jax.engine.config import EngineConfig
+from da_jax.engine.config import DTYPES, EngineConfig
 
 app = typer.Typer(
     name="da-jax",
@@ -97,7 +97,7 @@ def generate(
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(help="Hugging Face folder or hub id.")],
-    destination: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to write.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
 ) -> None:
     """Convert a Hugging Face checkpoint to Orbax."""
@@ -105,6 +105,8 @@ def convert(
 
     from da_jax.checkpoints import convert as checkpoints
 
+    if dtype not in DTYPES or dtype == "auto":
+        raise ValueError(f"--dtype is {dtype!r}; it must be float32, bfloat16 or float16")
     checkpoints.convert(checkpoints.resolve(source), destination, dtype=jnp.dtype(dtype))
     print(f"wrote {destination}")
 
@@ -160,6 +162,6 @@ def main() -> None:
     """Entry point: errors that say what to do are printed without a traceback."""
     try:
         app()
-    except (ValueError, FileNotFoundError, FileExistsError) as error:
+    except (ValueError, OSError) as error:
         print(f"da-jax: {error}", file=sys.stderr)
         sys.exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+MAX_PAGE_SIZE = 32_767  # the block mask packs two slot numbers in an int32
 MAX_STOP_IDS = 8  # of a request, besides the checkpoint's own: the width of a device array
 MAX_LOGPROBS = 20  # as in the OpenAI API
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -42,5 +43,7 @@ class EngineConfig:
         for name in ("page_size", "max_num_seqs", "kv_cache_bytes", "prefill_chunk", "burst"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.page_size > MAX_PAGE_SIZE:
+            raise ValueError(f"page_size is {self.page_size}; it must be at most {MAX_PAGE_SIZE}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len is {self.max_model_len}; it must be at least 2")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from da_jax.engine.scheduler import Scheduler
 from da_jax.engine.sequence import Choice, Sequence
 from da_jax.models.qwen import Qwen3
 
-EXTRA_ENTRIES = 64  # entries of a mask beyond one a page: pages that hold two visible spans
+SPARE_ENTRIES = 64  # entries of a mask beyond two a page, see `shapes`
 LONGEST_DEFAULT = 32_768
 
 
@@ -40,6 +40,9 @@ class Engine:
       table: the tokens as bytes.
       stop_ids: the checkpoint's own stop tokens.
       config: settings.
+
+    Raises:
+      ValueError: a setting that cannot work with this model.
     """
 
     def __init__(
@@ -51,16 +54,17 @@ class Engine:
         if config.max_model_len and config.max_model_len > declared:
             raise ValueError(
                 f"max_model_len is {config.max_model_len}, but the checkpoint declares "
-                f"{declared} positions; lower it, or extend RoPE in config.json (yarn)"
+                f"{declared} positions; lower it, or raise max_position_embeddings in config.json "
+                "together with a rope_scaling that reaches as far (yarn)"
             )
-        self._stop_ids = stop_ids
+        self._stop_ids, self._vocabulary = stop_ids, model.config.vocab_size
         dtype = model.embedding[...].dtype
         pool = pools.plan(
             model.config, page_size=config.page_size, max_tokens=self.max_len,
             sequences=config.max_num_seqs, dtype=dtype, budget_bytes=config.kv_cache_bytes,
         )  # fmt: skip
         self.shapes = shapes(config, self.max_len, len(stop_ids))
-        vocabulary = model.config.vocab_size
+        vocabulary = self._vocabulary
         self.runner = device.Runner(
             model, self.shapes, pool, dtype=dtype,
             pauses=_fit(table.contains(b">"), vocabulary), valid=_fit(table.known, vocabulary),
@@ -81,7 +85,7 @@ class Engine:
         Raises:
           RequestError: with the value and the remedy.
         """
-        length, ids = len(request.prompt.ids), self._request_stop_ids(request)
+        length = len(request.prompt.ids)
         if length == 0:
             raise RequestError("the prompt is empty; give a document or a question")
         if length >= self.max_len:
@@ -89,8 +93,18 @@ class Engine:
                 f"the prompt has {length} tokens, but max_model_len is {self.max_len}; shorten the "
                 "document or raise max_model_len (up to what the checkpoint declares)"
             )
-        if strange := [i for i in (*request.forced, *ids) if not 0 <= i < len(self.table)]:
-            raise RequestError(f"token ids {strange} are not in the vocabulary")
+        ids = {*request.prompt.ids.tolist(), *request.forced, *self._request_stop_ids(request)}
+        if strange := sorted(i for i in ids if not 0 <= i < self._vocabulary):
+            raise RequestError(
+                f"token ids {strange[:9]} are beyond the model's vocabulary of {self._vocabulary}; "
+                "the tokenizer or the ids belong to another model"
+            )
+        room = min(request.params.max_tokens, self.max_len - length)
+        if len(request.forced) > room:
+            raise RequestError(
+                f"{len(request.forced)} forced tokens do not fit: max_tokens and max_model_len "
+                f"leave room for {room}"
+            )
 
     def add(self, request: Request) -> int:
         """Queues a request and returns its number.
@@ -99,10 +113,14 @@ class Engine:
           RequestError: when it can never run; nothing was queued.
         """
         self.check(request)
-        request_id = next(self._ids)
+        sequence = self._sequence(request)
+        self.scheduler.enqueue(sequence)
+        return sequence.request_id
+
+    def _sequence(self, request: Request) -> Sequence:
         seed = request.params.seed
-        sequence = Sequence(
-            request_id,
+        return Sequence(
+            next(self._ids),
             request,
             self.table,
             self._request_stop_ids(request),
@@ -111,8 +129,6 @@ class Engine:
             page_size=self.config.page_size,
             entries=self.shapes.entries,
         )
-        self.scheduler.enqueue(sequence)
-        return request_id
 
     def cancel(self, request_id: int) -> None:
         """Ends a request now; its response holds what was generated. Unknown ids do nothing."""
@@ -128,8 +144,11 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Prefills one chunk, then runs one burst; returns what came of it."""
+        for work in (self.prefill_step, self.decode_step):
+            made = work()
+            self._pending += made  # kept if the next piece of work fails
         events, self._pending = self._pending, []
-        return events + self.prefill_step() + self.decode_step()
+        return events
 
     def prefill_step(self) -> list[Event]:
         """Admits what fits and prefills the next chunk of the first unfinished prompt."""
@@ -142,7 +161,7 @@ class Engine:
         decoding = [s for s in self.scheduler.running if s.decoding]
         return self._burst(decoding) if decoding else []
 
-    def run(self, requests: list[Request]) -> Iterator[Event]:
+    def run(self, requests: list[Request]) -> Generator[Event, None, None]:
         """Answers requests, yielding their events and no others.
 
         Several runs may be interleaved in one thread; each advances all of them. A run that is
@@ -155,13 +174,18 @@ class Engine:
             self.check(request)
         return self._events(requests)
 
-    def _events(self, requests: list[Request]) -> Iterator[Event]:
-        numbers, box = [self.add(request) for request in requests], list[Event]()
+    def _events(self, requests: list[Request]) -> Generator[Event, None, None]:
+        sequences, box = [self._sequence(request) for request in requests], list[Event]()
+        for sequence in sequences:
+            self.scheduler.enqueue(sequence)
+        numbers = [sequence.request_id for sequence in sequences]
         self._boxes.update(dict.fromkeys(numbers, box))
         unfinished = set(numbers)
         try:
             while unfinished:
                 while not box:
+                    if self.idle:
+                        raise RuntimeError(f"requests {sorted(unfinished)} were lost by a fault")
                     for event in self.step():
                         self._boxes.get(event.request_id, self._pending).append(event)
                 event = box.pop(0)
@@ -207,6 +231,8 @@ class Engine:
         )
         events: list[Event] = []
         for row, sequence in enumerate(sequences):
+            if sequence.finish_reason:  # cancelled meanwhile, by a stream that was closed
+                continue
             view = sequence.view()
             for step in range(np.count_nonzero(choices.token[:, row] >= 0)):
                 events += self._accept(sequence, _host_choice(choices, (step, row), sequence))
@@ -255,7 +281,7 @@ def shapes(config: EngineConfig, max_len: int, stop_ids: int) -> device.Shapes:
         batches=tuple(batches),
         chunks=tuple(sorted({small, config.prefill_chunk})),
         burst=config.burst,
-        entries=blocks + EXTRA_ENTRIES,
+        entries=2 * blocks + SPARE_ENTRIES,  # one a page, and one more for each visible span
         blocks=blocks,
         stop_ids=stop_ids + MAX_STOP_IDS,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ class LLM:
       config: settings of the engine.
       template_kwargs: passed to the chat template, such as `{"enable_thinking": False}`.
       progress: called with (stage, done, total) while programs compile.
+
+    Raises:
+      ValueError: a setting, a style or a chat template that cannot work.
     """
 
     def __init__(
@@ -146,10 +149,12 @@ class LLM:
         self.engine.check(request)
         return request
 
-    def stream(self, document: Document, question: str, **options: Any) -> Iterator[Event]:
+    def stream(
+        self, document: Document, question: str, **options: Any
+    ) -> Generator[Event, None, None]:
         """Answers one question, yielding events as they happen; the last one is `Done`.
 
-        Takes the options of `generate`.
+        Takes the options of `generate`. Closing the iterator cancels the request.
         """
         return self.engine.run([self.request(document, question, **options)])
 
@@ -175,6 +180,7 @@ class LLM:
 
         Raises:
           RequestError: for a request that can never run, before anything is computed.
+          ValueError: for a bad argument, or when documents and questions differ in number.
         """
         if isinstance(question, str):
             return self._responses([self.request(document, question, **options)])[0]  # type: ignore
@@ -207,36 +213,57 @@ class LLM:
             last one is the user's question.
           documents: a text, or a list of texts that become the chunks.
           **options: those of `generate`, apart from `system` and `history`.
+
+        Raises:
+          ValueError: for a message without role or text, or when the last one is not the user's.
+          RequestError: for a request that can never run.
         """
-        if not messages or messages[-1].get("role") != "user":
-            raise ValueError("the last message must be the user's question (role 'user')")
+        for index, message in enumerate(messages):
+            if not isinstance(message.get("content"), str) or "role" not in message:
+                raise ValueError(
+                    f"message {index} is {dict(message)!r}; it needs a role and a text content"
+                )
         system = None
-        if messages[0].get("role") == "system":
+        if messages and messages[0]["role"] == "system":
             system, messages = messages[0]["content"], messages[1:]
-        if len(messages) == 0:
+        if not messages or messages[-1]["role"] != "user":
             raise ValueError("the last message must be the user's question (role 'user')")
         *history, last = messages
         return self.generate(documents, last["content"], system=system, history=history, **options)
 
     def score(
-        self, document: Document, question: str, response: str | Sequence[int], **options: Any
+        self,
+        document: Document,
+        question: str,
+        response: str | Sequence[int],
+        *,
+        arm: Arm | str = Arm.DA,
+        system: str | None = None,
+        history: Sequence[Mapping[str, str]] = (),
+        answer_mode: AnswerMode = "local",
+        scaffold: Scaffold = "all",
     ) -> np.ndarray:
         """Log-probabilities of a given response, token by token, under its own declarations.
 
         Args:
-          document, question: as in `generate`.
+          document, question, arm, system, history, answer_mode, scaffold: as in `generate`.
           response: text or token ids.
-          **options: `arm`, `system`, `history`, `scaffold`, `answer_mode`.
 
         Returns:
-          float32 [n], natural logarithm.
+          float32 [n], natural logarithm; n is the number of tokens of the response.
+
+        Raises:
+          RequestError: when prompt and response do not fit.
         """
-        response = self._token_ids(response)
+        ids = self._token_ids(response)
         request = self.request(
-            document, question, forced=response, max_tokens=len(response), logprobs=0,
-            ignore_eos=True, **options,
+            document, question, arm=arm, system=system, history=history, answer_mode=answer_mode,
+            scaffold=scaffold, forced=ids, max_tokens=max(len(ids), 1), logprobs=0,
         )  # fmt: skip
-        return np.array([entry.logprob for entry in self._responses([request])[0].logprobs])
+        if not ids:
+            return np.zeros(0, np.float32)
+        logprobs = self._responses([request])[0].logprobs
+        return np.array([entry.logprob for entry in logprobs], np.float32)
 
     def _token_ids(self, text: str | Sequence[int]) -> tuple[int, ...]:
         if isinstance(text, str):
@@ -267,7 +294,7 @@ def stop_token_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
     ids = read_json(path).get("eos_token_id") if path.exists() else None
     if ids is None:
         ids = tokenizer.eos_token_id
-    if ids is None:
+    if ids is None or ids == []:
         raise ValueError(
             f"{folder} names no end-of-sequence token; set eos_token_id in generation_config.json"
         )

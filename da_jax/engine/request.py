@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, get_args
 
 from da_jax.engine.config import MAX_LOGPROBS, MAX_STOP_IDS
 from da_jax.protocol.modes import AnswerMode, Mode
@@ -56,19 +56,29 @@ class SamplingParams:
     stop_after_answer: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        bounds = {
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (0 <= self.temperature < float("inf"), "finite and at least 0"),
-            "top_k": (self.top_k >= 0, "0 (no limit) or more"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "presence_penalty": (-2 <= self.presence_penalty <= 2, "in [-2, 2]"),
-            "stop": (all(self.stop), "without empty strings"),
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str | int):
+                value = (value,)
+            object.__setattr__(self, name, tuple(value or ()))
+        whole = {"max_tokens": 1, "top_k": 0, "seed": None, "logprobs": 0}
+        for name, least in whole.items():
+            value = getattr(self, name)
+            if value is None and name in ("seed", "logprobs"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; it must be a whole number")
+            if least is not None and not least <= value < 2**31:
+                raise ValueError(f"{name} is {value!r}; it must be {least} or more, below 2**31")
+        rules = {
+            "temperature": (0 <= self.temperature <= 1000, "from 0 (greedy) to 1000"),
+            "top_p": (0 < self.top_p <= 1, "above 0, at most 1"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "from -2 to 2"),
+            "stop": (all(isinstance(s, str) and s for s in self.stop), "of non-empty strings"),
             "stop_token_ids": (len(self.stop_token_ids) <= MAX_STOP_IDS, f"{MAX_STOP_IDS} at most"),
-            "logprobs": (self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "0 to 20"),
+            "logprobs": ((self.logprobs or 0) <= MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
         }
-        for name, (good, rule) in bounds.items():
+        for name, (good, rule) in rules.items():
             if not good:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
 
@@ -82,6 +92,7 @@ class Request:
       params: sampling and stopping.
       arm: whether declarations act.
       forced: response tokens that are fed as if the model had written them, before it writes on.
+        Nothing ends the response before they are used up.
       answer_mode: what `<answer>` does: `local`, `keep` or `global`.
       scaffold: what stays visible besides chunks: `all`, or `paper` (16 tokens and the question).
     """
@@ -92,6 +103,12 @@ class Request:
     forced: tuple[int, ...] = ()
     answer_mode: AnswerMode = "local"
     scaffold: Scaffold = "all"
+
+    def __post_init__(self) -> None:
+        for name, choices in (("answer_mode", AnswerMode), ("scaffold", Scaffold)):
+            if getattr(self, name) not in get_args(choices):
+                known = ", ".join(get_args(choices))
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
 
 
 @dataclasses.dataclass(frozen=True)

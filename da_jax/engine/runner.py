@@ -1,6 +1,6 @@
 """The device programs: prefill of one chunk, and a burst of decode steps.
 
-A program sees only arrays of a few fixed shapes, listed by `Runner.shapes`; masks, lengths and
+A program sees only arrays of a few fixed shapes, those of `Shapes`; masks, lengths and
 sampling parameters are data. After `warm_up` nothing compiles.
 """
 
@@ -217,8 +217,10 @@ class Runner:
         self.pages = pools.allocate(model.config, pool, dtype)
         self._vocabulary = model.config.vocab_size
         self._pauses, self._valid = jnp.asarray(pauses), jnp.asarray(valid)
-        self._prefill = jax.jit(self._prefill_program, donate_argnames="pages")
-        self._decode = jax.jit(self._decode_program, donate_argnames="pages")
+        # An accelerator would multiply float32 in bfloat16 passes; who asks for float32 wants it.
+        precise = jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default")
+        self._prefill = precise(jax.jit(self._prefill_program, donate_argnames="pages"))
+        self._decode = precise(jax.jit(self._decode_program, donate_argnames="pages"))
 
     def prefill(
         self, tokens: np.ndarray, position: int, rows: Rows, *, forced: int, wants_top: bool
@@ -367,7 +369,14 @@ class Runner:
         empty = self._empty_choice(hidden.shape[0])
         top_logits, top_ids = jax.lax.cond(
             wants_top,
-            lambda: tuple(jax.lax.top_k(allowed, MAX_LOGPROBS)),
+            lambda: _top(allowed),
             lambda: (empty.top_logprobs, empty.top_ids),
         )
         return Choice(token, chosen - total, top_ids, top_logits - total[:, None], entries)
+
+
+def _top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The MAX_LOGPROBS likeliest tokens of logits [B, V]; a smaller vocabulary is padded."""
+    values, ids = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    pad = ((0, 0), (0, MAX_LOGPROBS - values.shape[1]))
+    return jnp.pad(values, pad, constant_values=-jnp.inf), jnp.pad(ids, pad)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import numpy as np
 
@@ -102,6 +101,7 @@ class Sequence:
             len(request.prompt.chunks),
             answer_mode=request.answer_mode,
             arm="vanilla" if plain else "unmasked",
+            max_ids=self._most_ids(),
         )
         self._stops: StopStrings[Mode] = StopStrings(request.params.stop)
         self._trace = Trace(self.prompt_len, log=True)
@@ -113,6 +113,7 @@ class Sequence:
 
     @property
     def prompt_len(self) -> int:
+        """Tokens of the prompt."""
         return len(self.request.prompt.ids)
 
     @property
@@ -122,6 +123,7 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
+        """Whether the whole prompt is in the cache."""
         return self.prefilled == self.prompt_len
 
     def place(self, pages: list[int]) -> None:
@@ -146,12 +148,13 @@ class Sequence:
         self.tokens.append(choice.token)
         if self.request.params.logprobs is not None:
             self._logprobs.append(TokenLogprob(choice.token, choice.logprob, choice.top))
-        if choice.token in self.stop_ids:
+        forced = len(self.tokens) < len(self.request.forced)
+        if choice.token in self.stop_ids and not forced:
             return self.finish("tool_call" if self._tracker.tool_called else "stop")
         events: list[Event] = []
         for text, special in self._decoder.pieces([choice.token]):
             events += self._read(text, hidden=special)
-        reason = self._reason_to_end()
+        reason = None if forced else self._reason_to_end()
         return events + self.finish(reason) if reason else events
 
     def finish(self, reason: str) -> list[Event]:
@@ -185,7 +188,7 @@ class Sequence:
         """Scans new text, and passes it on unless a special token wrote it."""
         before = self._tracker.mode, self._tracker.focus
         found = self._tracker.feed(text, hidden=hidden)
-        events: list[Event] = []
+        events: list[Event] = self._emit(self._stops.flush()) if hidden else []
         for piece, mode in self._by_mode(text):
             if not hidden:
                 events += self._emit(self._stops.push(piece, mode))
@@ -212,16 +215,24 @@ class Sequence:
         self._text += [text for text, _ in pieces]
         return [TextDelta(self.request_id, text, mode) for text, mode in pieces]
 
+    def _most_ids(self) -> int | None:
+        """How many chunks a focus may name: no limit, unless the mask has no room for them all.
+
+        A mask has an entry for each page and one more for each visible span. Only a prompt of very
+        many chunks smaller than a page can need more; then a focus on too many is declined.
+        """
+        spare = self._width - -(-self.max_len // self._page_size) - 2
+        return spare if len(self.request.prompt.chunks) > 2 * spare else None
+
     def _build_view(self, mode: Mode, focus: tuple[int, ...]) -> View:
         prompt = self.request.prompt
         spans = visible_spans(prompt, mode, focus, self.request.scaffold)
         capacity = len(self.pages) * self._page_size
         # The prompt ends with the question, which is visible: its span takes in the response.
         reach = (*spans[:-1], (spans[-1][0], capacity))
-        reach = bridge(reach, self._page_size, self._width)
         page, span, block, count = compact(self.pages, reach, self._page_size, self._width)
         first = block[:count].astype(np.int64) * self._page_size + (span[:count] & 0xFFFF)
-        seen = sum(min(end, self.prompt_len) - start for start, end in reach)
+        seen = sum(end - start for start, end in spans)
         return View(seen, page, span, block, count, first)
 
     def _response(self) -> Response:
@@ -238,22 +249,3 @@ class Sequence:
             logprobs=tuple(self._logprobs),
             steps=tuple(self._trace.steps or ()),
         )
-
-
-def bridge(
-    spans: tuple[tuple[int, int], ...], page_size: int, width: int
-) -> tuple[tuple[int, int], ...]:
-    """Joins spans, the closest first, until they need at most `width` entries.
-
-    Only a prompt cut into many tiny chunks needs it. It shows more than was declared, never less.
-    """
-
-    def entries() -> int:
-        return sum(-(-end // page_size) - start // page_size for start, end in joined)
-
-    joined = list(spans)
-    while entries() > width and len(joined) > 1:
-        gaps = [after[0] - before[1] for before, after in itertools.pairwise(joined)]
-        at = int(np.argmin(gaps))
-        joined[at : at + 2] = [(joined[at][0], joined[at + 1][1])]
-    return tuple(joined)

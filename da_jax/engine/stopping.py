@@ -9,7 +9,9 @@ Tag = TypeVar("Tag")
 
 
 class StopStrings(Generic[Tag]):
-    """Passes text on until a stop string appears, however it is split over the pieces.
+    """Passes text on until a stop string is complete, however it is split over the pieces.
+
+    Of several that a piece completes, the one that begins first counts.
 
     Pieces carry a tag (the mode they were written under) that goes with their characters.
 

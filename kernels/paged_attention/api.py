@@ -108,11 +108,24 @@ def paged_attention(
     """
     _check(q, kv_pages, mask, softcap, window)
     backend = choose(impl)
-    if q_lens is None:
-        q_lens = jnp.full(q.shape[0], q.shape[1])
-    arrays = jax.tree.map(jnp.asarray, (q, kv_pages, mask, lengths, q_lens))
-    out, lse = backend.attend(*arrays, scale=scale, softcap=softcap, window=window)
+    lengths = _per_sequence("lengths", lengths, q.shape[0])
+    q_lens = jnp.full_like(lengths, q.shape[1]) if q_lens is None else q_lens
+    q_lens = _per_sequence("q_lens", q_lens, q.shape[0])
+    q, kv_pages, mask = jax.tree.map(jnp.asarray, (q, kv_pages, mask))
+    out, lse = backend.attend(
+        q, kv_pages, mask, lengths, q_lens, scale=scale, softcap=softcap, window=window
+    )
     return (out, lse) if return_lse else out
+
+
+def _per_sequence(name: str, values: Array, batch: int) -> jax.Array:
+    values = jnp.asarray(values)
+    if values.shape != (batch,) or not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} is {values.dtype} {values.shape}; it must be integer, one for each of the "
+            f"{batch} sequences"
+        )
+    return values.astype(jnp.int32)
 
 
 def _check(

@@ -69,6 +69,15 @@ def test_sharded_files_are_read_through_their_index(folder):
         hf.load(folder, dtype=jnp.float32)
 
 
+def test_a_tensor_in_two_files_is_a_fault(folder):
+    save_file({"model.norm.weight": np.zeros(64, np.float32)}, folder / "zeros.safetensors")
+    with pytest.raises(hf.CheckpointError, match=r"twice: model\.norm\.weight"):
+        hf.load(folder, dtype=jnp.float32)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(hf.CheckpointError, match="no weight_map"):
+        hf.load(folder, dtype=jnp.float32)
+
+
 def test_a_folder_without_weights_and_a_broken_file_are_explained(folder):
     (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
     with pytest.raises(hf.CheckpointError, match="download it again"):

@@ -76,7 +76,7 @@ def test_a_batch_of_mixed_modes_gives_what_each_request_gives_alone(random_llm, 
 def test_a_seeded_request_is_not_changed_by_its_neighbours(random_llm, engine):
     seeded = ask(random_llm, temperature=1.5, seed=5, max_tokens=30)
     first = next(e.response for e in engine.run([seeded]) if isinstance(e, Done))
-    others = [ask(random_llm, temperature=2.0, top_k=3, max_tokens=20) for _ in range(3)]
+    others = [ask(random_llm, temperature=20.0, max_tokens=20) for _ in range(3)]
     numbers = [engine.add(request) for request in (*others, seeded)]
     responses, _ = finish(engine)
     assert responses[numbers[-1]].token_ids == first.token_ids
@@ -86,7 +86,7 @@ def test_a_seeded_request_is_not_changed_by_its_neighbours(random_llm, engine):
 
 def test_a_stop_string_over_several_tokens_does_not_leak(random_llm, engine):
     response = random_llm.generate(
-        CHUNKS, QUESTION, forced="one two END three", stop="END", max_tokens=40
+        CHUNKS, QUESTION, forced="one two END", stop="END", max_tokens=40
     )
     assert response.text == "one two " and response.finish_reason == "stop"
     assert response.answer == "one two"
@@ -96,13 +96,13 @@ def test_a_stop_string_over_several_tokens_does_not_leak(random_llm, engine):
 @pytest.mark.parametrize(
     ("script", "options", "text", "reason"),
     [
-        ("yes<|im_end|>no", {}, "yes", "stop"),
+        ("yes<|im_end|>", {}, "yes", "stop"),
         ("yes<|im_end|>no", {"ignore_eos": True, "max_tokens": 6}, "yesno", "length"),
-        ("abc", {"stop_token_ids": (1,)}, "a", "stop"),
-        ("abcdef", {"max_tokens": 4}, "abcd", "length"),
-        ("<answer>4</answer>tail", {"stop_after_answer": True}, "<answer>4</answer>", "stop"),
+        ("ab", {"stop_token_ids": (1,)}, "a", "stop"),
+        ("abcd", {"max_tokens": 4}, "abcd", "length"),
+        ("<answer>4</answer>", {"stop_after_answer": True}, "<answer>4</answer>", "stop"),
         (
-            '<tool_call>{"name": 1}</tool_call> tail',
+            '<tool_call>{"name": 1}</tool_call>',
             {},
             '<tool_call>{"name": 1}</tool_call>',
             "tool_call",
@@ -121,7 +121,7 @@ def test_a_prompt_that_cannot_fit_is_refused_and_others_go_on(random_llm, engine
     number = engine.add(ask(random_llm, max_tokens=10))
     with pytest.raises(RequestError, match=r"\d+ tokens, but max_model_len is 512"):
         random_llm.request("x" * 600, QUESTION)
-    with pytest.raises(RequestError, match=r"\[4711\] are not in the vocabulary"):
+    with pytest.raises(RequestError, match=r"\[4711\] are beyond the model's vocabulary of 512"):
         ask(random_llm, stop_token_ids=(4711,))
     responses, _ = finish(engine)
     assert responses[number].completion_tokens == 10
@@ -207,18 +207,38 @@ def test_bad_parameters_name_the_value(options, words):
         SamplingParams(**options)
 
 
-def test_a_chunk_size_that_is_no_multiple_of_anything_changes_nothing(random_llm, engine):
-    ids = random_llm.request(CHUNKS, QUESTION).prompt.ids
-    assert len(ids) % engine.config.prefill_chunk != 0 and len(ids) > engine.config.prefill_chunk
-    whole = random_llm.generate(CHUNKS, QUESTION, max_tokens=8)
-    assert np.all(np.diff([s.attended for s in whole.steps]) == 1)
+def test_a_forced_beginning_is_written_in_full_whatever_it_holds(random_llm, engine):
+    text = "a END <tool_call>x</tool_call><answer>1</answer><|im_end|>rest"
+    options = dict(stop="END", stop_after_answer=True, max_tokens=len(text), logprobs=0)
+    response = random_llm.generate(CHUNKS, QUESTION, forced=text, **options)
+    ids = random_llm.tokenizer.encode(text)
+    assert list(response.token_ids) == ids and response.text == "a "
+    assert len(random_llm.score(CHUNKS, QUESTION, text)) == len(ids)
+    assert random_llm.score(CHUNKS, QUESTION, "").shape == (0,)
+    with pytest.raises(RequestError, match="forced tokens do not fit"):
+        random_llm.generate(CHUNKS, QUESTION, forced="abcdef", max_tokens=5)
 
 
-def test_presence_penalty_reaches_over_bursts(random_llm, engine):
-    options = dict(max_tokens=100, ignore_eos=True, temperature=4.0, seed=3)
-    free = random_llm.generate(CHUNKS, QUESTION, **options)
-    held = random_llm.generate(CHUNKS, QUESTION, presence_penalty=2.0, **options)
-    assert len(set(held.token_ids)) > len(set(free.token_ids))
+def test_presence_penalty_reaches_over_bursts(random_llm, engine, monkeypatch):
+    """Each burst is told of every token so far, of those requests that have a penalty."""
+    told, decode = [], engine.runner.decode
+
+    def spy(rows, what):
+        told.append([set(np.flatnonzero(row).tolist()) for row in what.seen])
+        return decode(rows, what)
+
+    monkeypatch.setattr(engine.runner, "decode", spy)
+    options = dict(max_tokens=40, ignore_eos=True, temperature=9.0)
+    request = ask(random_llm, presence_penalty=0.5, **options)
+    (done,) = (e for e in engine.run([request]) if isinstance(e, Done))
+    tokens, burst = done.response.token_ids, engine.config.burst
+    assert len(told) >= 39 // burst
+    for (seen,) in told:
+        assert seen == set(tokens[: next(n for n in range(41) if set(tokens[:n]) == seen)])
+    assert told[-1][0] >= set(tokens[: -burst - 1])
+    told.clear()
+    random_llm.generate(CHUNKS, QUESTION, **options)
+    assert told and not any(seen for (seen,) in told)
 
 
 def test_an_abandoned_stream_is_cancelled_and_leaves_no_events(random_llm, engine):
@@ -248,3 +268,41 @@ def test_a_request_added_by_hand_is_served_while_another_runs(random_llm, engine
     random_llm.generate(CHUNKS, QUESTION, max_tokens=30, ignore_eos=True)
     responses, _ = finish(engine)
     assert responses[number].completion_tokens == 5
+
+
+def test_a_request_that_cannot_be_built_leaves_nothing_behind(random_llm, engine):
+    good = ask(random_llm, max_tokens=5)
+    for bad in ({"scaffold": "foo"}, {"answer_mode": "foo"}, {"top_k": 2**31}, {"max_tokens": 5.0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            list(engine.run([good, ask(random_llm, **bad)]))
+    assert engine.idle
+
+
+def test_a_fault_in_a_step_loses_no_event(random_llm, engine, monkeypatch):
+    def fault():
+        raise OSError("device lost")
+
+    number = engine.add(ask(random_llm, max_tokens=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "decode_step", fault)
+        for _ in range(5):
+            with pytest.raises(OSError, match="device lost"):
+                engine.step()
+    responses, _ = finish(engine)
+    assert responses[number].completion_tokens == 1
+
+
+def test_a_stream_closed_while_another_runs_a_burst_harms_nobody(random_llm, engine, monkeypatch):
+    doomed = random_llm.stream(CHUNKS, QUESTION, max_tokens=90, ignore_eos=True)
+    stays = random_llm.stream(CHUNKS, QUESTION, max_tokens=60, ignore_eos=True)
+    next(doomed)
+    next(stays)
+    decode = engine.runner.decode
+
+    def close_meanwhile(*arguments):
+        choice = decode(*arguments)
+        doomed.close()
+        return choice
+
+    monkeypatch.setattr(engine.runner, "decode", close_meanwhile)
+    assert list(stays)[-1].response.completion_tokens == 60

@@ -1,10 +1,19 @@
+import dataclasses
+
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support import tiny
+from support.references import CASES
 
-from da_jax import LLM, Chunk, RequestError, Style
+from da_jax import LLM, Chunk, EngineConfig, RequestError, Style
 from da_jax.checkpoints import convert
 from da_jax.engine.llm import load_tokenizer, stop_token_ids
+from da_jax.engine.sequence import Sequence
+from da_jax.models import registry
+from da_jax.models.config import ModelConfig
+
+CONFIG = ModelConfig.from_hf(CASES["qwen3"])
 
 DOCUMENT = "one two three. " * 4
 
@@ -44,6 +53,10 @@ def test_chat_keeps_earlier_turns_visible(random_llm):
     assert "first answer" in prompt.text and len(prompt.chunks) == 2
     hidden = sum(end - start for start, end in prompt.chunks)
     assert response.steps[-1].vanilla - response.steps[-1].attended == hidden
+    with pytest.raises(ValueError, match="message 0"):
+        random_llm.chat([{"role": "user", "content": None}])
+    with pytest.raises(ValueError, match="last message"):
+        random_llm.chat([])
     with pytest.raises(ValueError, match="last message"):
         random_llm.chat(messages[:3])
     with pytest.raises(ValueError, match="last message"):
@@ -81,6 +94,7 @@ def test_stop_tokens_come_from_the_generation_config_else_the_tokenizer(tmp_path
     [
         ({"dtype": "int3"}, "int3"),
         ({"page_size": 0}, "page_size is 0"),
+        ({"page_size": 40_000}, "page_size is 40000"),
         ({"max_model_len": 100_000}, "declares 512 positions"),
         ({"kv_cache_bytes": 1000}, "lower max_model_len"),
         ({"attention": "cuda"}, "unknown attention backend 'cuda'"),
@@ -89,3 +103,49 @@ def test_stop_tokens_come_from_the_generation_config_else_the_tokenizer(tmp_path
 def test_settings_that_cannot_work_say_so_at_once(tiny_folder, options, words):
     with pytest.raises(ValueError, match=words):
         LLM.from_pretrained(tiny_folder, style=Style(**tiny.STYLE), **options)
+
+
+def test_a_tokenizer_of_another_model_is_refused(random_llm):
+    config = dataclasses.replace(CONFIG, vocab_size=200)
+    model = registry.build(config, dtype=jnp.float32)
+    llm = LLM(
+        model,
+        random_llm.tokenizer,
+        frozenset([1]),
+        style=Style(**tiny.STYLE),
+        config=EngineConfig(
+            page_size=16, max_model_len=512, max_num_seqs=1, prefill_chunk=8, burst=1
+        ),
+    )
+    with pytest.raises(RequestError, match="beyond the model's vocabulary of 200"):
+        llm.generate(DOCUMENT, "a?")
+
+
+@pytest.mark.parametrize("options", [{"prefill_chunk": 24}, {"page_size": 8}, {"burst": 3}])
+def test_sizes_of_pages_chunks_and_bursts_change_nothing(random_llm, tiny_folder, options):
+    config = dataclasses.replace(random_llm.engine.config, max_num_seqs=1, **options)
+    other = LLM.from_pretrained(tiny_folder, style=Style(**tiny.STYLE), config=config)
+    script = 'a <focus magic_chunks="1,3">bc</focus><local>d'
+    chunks = ["one two", "three four", "five six", "seven"]
+    ours = other.score(chunks, "a?", script)
+    np.testing.assert_allclose(ours, random_llm.score(chunks, "a?", script), atol=1e-5)
+
+
+def test_a_focus_on_more_chunks_than_the_mask_has_room_for_is_declined(random_llm):
+    """Pages of 16 tokens hold several of these chunks: a mask can not list them all apart."""
+    sequence = random_llm.engine._sequence
+    few = sequence(random_llm.request(["ab"] * 20, "a?", max_tokens=5))
+    assert few._most_ids() is None
+    many = random_llm.request(["x"] * 60, "a?", max_tokens=5)
+    tight = Sequence(
+        0, many, random_llm.engine.table, frozenset(), key=np.zeros(2, np.uint32), max_len=500,
+        page_size=16, entries=40,
+    )  # fmt: skip
+    tight.place(list(range(32)))
+    most = tight._most_ids()
+    assert most == 40 - 32 - 2
+    for count in (most, most + 1):
+        ids = ",".join(str(2 * i + 1) for i in range(count))
+        tight._read(f'<focus magic_chunks="{ids}">', hidden=False)
+        assert tight.view().count <= 40
+        assert (tight.view().prompt_tokens < len(many.prompt)) == (count == most)

@@ -152,7 +152,7 @@ def test_likelihoods_of_the_three_arms_differ_exactly_where_tokens_are_hidden(ra
 def test_a_tag_that_grows_too_long_widens_from_the_very_next_step(random_llm):
     """It changes the mode at a token that holds no `>`, in the middle of a burst."""
     text = "<local>abc<focus " + "x" * 200
-    response = random_llm.generate(CHUNKS[:2], QUESTION, forced=text, max_tokens=205)
+    response = random_llm.generate(CHUNKS[:2], QUESTION, forced=text, max_tokens=220)
     hidden = [step.vanilla - step.attended for step in response.steps]
     assert response.summary["declines"] == {"too_long": 1}
     written = [mode for piece, mode in response.segments for _ in piece]
@@ -160,7 +160,9 @@ def test_a_tag_that_grows_too_long_widens_from_the_very_next_step(random_llm):
     assert 130 < cut < 200 and set(hidden[6 : cut - 1]) == {max(hidden)} and not any(hidden[cut:])
     options = dict(forced=text[:cut], max_tokens=cut + 1, logprobs=0)
     (*_, before), after = (
-        random_llm.generate(CHUNKS[:2], QUESTION, forced=text, max_tokens=cut, logprobs=0).logprobs,
+        random_llm.generate(
+            CHUNKS[:2], QUESTION, forced=text[:cut], max_tokens=cut, logprobs=0
+        ).logprobs,
         random_llm.generate(CHUNKS[:2], QUESTION, **options).logprobs,
     )
     assert before.logprob == pytest.approx(after[cut - 1].logprob, abs=1e-6)

@@ -80,6 +80,18 @@ def test_memory_does_not_grow_with_the_width_of_the_mask():
     assert temporaries(8192) < temporaries(1024) + 2 * tables
 
 
+@pytest.mark.parametrize("name", ["lengths", "q_lens"])
+@pytest.mark.parametrize("bad", [np.array([3], np.int32), np.array([3.0, 3.0], np.float32)])
+def test_lengths_of_another_shape_or_kind_are_refused(name, bad):
+    shape = bench.Shape(q_heads=2, kv_heads=1, head_dim=32, page_size=16)
+    rng = np.random.default_rng(0)
+    q, kv_pages = bench._arrays(rng, 32, 2, shape)
+    mask = bench._mask(rng, 32, 2, 1.0, shape)
+    arguments = {"lengths": np.array([3, 3], np.int32), "q_lens": None, name: bad}
+    with pytest.raises(ValueError, match=name):
+        paged_attention(q, kv_pages, mask, **arguments, scale=1.0)
+
+
 def test_bench_rows():
     shape = bench.Shape(q_heads=2, kv_heads=1, head_dim=32, page_size=16)
     rows = bench.attention_rows([100], [1, 2], [1.0, 0.3], ["xla", "reference"], shape, repeats=1)
