@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from da_jax.engine.engine import RequestError
     from da_jax.engine.llm import LLM
     from da_jax.engine.request import (
-        Arm,
         Decline,
         Done,
         ModeChange,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
         TextDelta,
     )
     from da_jax.protocol.chunks import Chunk
-    from da_jax.protocol.modes import Mode
+    from da_jax.protocol.modes import Arm, Mode
     from da_jax.protocol.styles import Style
 
 _HOMES = {
@@ -40,7 +39,6 @@ _HOMES = {
     "da_jax.engine.engine": ("RequestError",),
     "da_jax.engine.llm": ("LLM",),
     "da_jax.engine.request": (
-        "Arm",
         "Decline",
         "Done",
         "ModeChange",
@@ -50,7 +48,7 @@ _HOMES = {
         "TextDelta",
     ),
     "da_jax.protocol.chunks": ("Chunk",),
-    "da_jax.protocol.modes": ("Mode",),
+    "da_jax.protocol.modes": ("Arm", "Mode"),
     "da_jax.protocol.styles": ("Style",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

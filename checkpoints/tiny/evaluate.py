@@ -24,7 +24,8 @@ import numpy as np
 
 from da_jax.checkpoints.tiny import language as lang
 from da_jax.engine.llm import LLM
-from da_jax.engine.request import Arm, Done, Response
+from da_jax.engine.request import Done, Response
+from da_jax.protocol.modes import Arm
 
 CHUNKS = (8, 26)
 MANY_CHUNKS = (98, 104)

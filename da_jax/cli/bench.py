@@ -68,7 +68,8 @@ def decode(
 
 def _engine_row(model: str, prompts: np.ndarray, new_tokens: int, dtype: str) -> Row:
     from da_jax.engine.llm import LLM
-    from da_jax.engine.request import Arm, Request, SamplingParams
+    from da_jax.engine.request import Request, SamplingParams
+    from da_jax.protocol.modes import Arm
     from da_jax.protocol.prompt import PromptMap
 
     batch, prompt_tokens = prompts.shape

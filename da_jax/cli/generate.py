@@ -19,7 +19,6 @@ from da_jax.checkpoints.convert import TINY
 from da_jax.engine.config import EngineConfig
 from da_jax.engine.llm import LLM
 from da_jax.engine.request import (
-    Arm,
     Decline,
     Done,
     Event,
@@ -29,7 +28,7 @@ from da_jax.engine.request import (
     SamplingParams,
     TextDelta,
 )
-from da_jax.protocol.modes import Mode
+from da_jax.protocol.modes import Arm, Mode
 from da_jax.protocol.styles import Style
 
 COLOURS = {Mode.GLOBAL: "yellow", Mode.FOCUS: "green", Mode.LOCAL: "cyan"}

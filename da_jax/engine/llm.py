@@ -17,11 +17,11 @@ from da_jax.engine import compilations
 from da_jax.engine.config import EngineConfig
 from da_jax.engine.detokenize import TokenTable
 from da_jax.engine.engine import Engine, RequestError
-from da_jax.engine.request import Arm, Done, Event, Request, Response, SamplingParams
+from da_jax.engine.request import Done, Event, Request, Response, SamplingParams
 from da_jax.models.config import read_json
 from da_jax.models.qwen import Qwen3
 from da_jax.protocol.chunks import Chunk
-from da_jax.protocol.modes import AnswerMode
+from da_jax.protocol.modes import AnswerMode, Arm
 from da_jax.protocol.prompt import PromptRenderer
 from da_jax.protocol.styles import Style
 from da_jax.protocol.visibility import Scaffold

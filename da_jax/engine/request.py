@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from typing import Any, get_args
 
 from da_jax.engine.config import MAX_LOGPROBS, MAX_STOP_IDS
-from da_jax.protocol.modes import AnswerMode, Mode
+from da_jax.protocol.modes import AnswerMode, Arm, Mode
 from da_jax.protocol.prompt import PromptMap
 from da_jax.protocol.trace import Step
 from da_jax.protocol.visibility import Scaffold
-
-
-class Arm(enum.StrEnum):
-    """How a prompt is written and whether declarations act.
-
-    DA: the Declarative Attention prompt, declarations mask. UNMASKED: the same prompt, everything
-    stays visible. VANILLA: a plain prompt, everything visible.
-    """
-
-    DA = "da"
-    UNMASKED = "unmasked"
-    VANILLA = "vanilla"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ import numpy as np
 
 from da_jax.engine.detokenize import IncrementalDecoder, TokenTable
 from da_jax.engine.request import (
-    Arm,
     Decline,
     Done,
     Event,
@@ -21,7 +20,7 @@ from da_jax.engine.request import (
 )
 from da_jax.engine.stopping import StopStrings
 from da_jax.kernels.paged_attention import compact
-from da_jax.protocol.modes import Mode, ModeTracker
+from da_jax.protocol.modes import Arm, Mode, ModeTracker
 from da_jax.protocol.tags import Kind
 from da_jax.protocol.trace import Trace
 from da_jax.protocol.visibility import visible_spans
@@ -100,7 +99,7 @@ class Sequence:
         self._tracker = ModeTracker(
             len(request.prompt.chunks),
             answer_mode=request.answer_mode,
-            arm="vanilla" if plain else "unmasked",
+            arm=Arm.VANILLA if plain else Arm.UNMASKED,
             max_ids=self._most_ids(),
         )
         self._stops: StopStrings[Mode] = StopStrings(request.params.stop)
@@ -108,7 +107,6 @@ class Sequence:
         self._logprobs: list[TokenLogprob] = []
         self._text: list[str] = []
         self._known_borders, self._shown_mode = 1, Mode.GLOBAL
-        self._tool_ended = False
         self._view = functools.cache(self._build_view)
 
     @property
@@ -180,7 +178,7 @@ class Sequence:
             return "stop"
         if self.request.params.stop_after_answer and self._tracker.answer_closed:
             return "stop"
-        if self._tool_ended:
+        if self._tracker.tool_ended:
             return "tool_call"
         return None if self.tokens_left else "length"
 
@@ -193,7 +191,6 @@ class Sequence:
             if not hidden:
                 events += self._emit(self._stops.push(piece, mode))
         for event in found:
-            self._tool_ended |= event.kind is Kind.TOOL_END
             if event.kind is Kind.DECLINED:
                 events.append(Decline(self.request_id, event.text, str(event.reason)))
         after = self._tracker.mode, self._tracker.focus

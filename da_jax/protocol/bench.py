@@ -34,11 +34,11 @@ def scanner_throughput(
     """Times `TagScanner.feed` on one core; a flat rate over `lengths` means O(1) per character.
 
     Args:
-        lengths: characters of each text.
-        delta: characters per feed, about a token.
+      lengths: characters of each text.
+      delta: characters per feed, about a token.
 
     Returns:
-        A row for each kind of text and each length.
+      A row for each kind of text and each length.
     """
     rows = []
     for kind, sample in (("prose", _PROSE), ("code", _CODE)):

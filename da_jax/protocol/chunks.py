@@ -22,7 +22,10 @@ _LEVELS = (
     re.compile(rf"{_NEWLINE}(?:{_BLANKS}{_NEWLINE})+"),  # blank line
     re.compile(_NEWLINE),
     # sentence end; the look-behind keeps long runs of dots linear
-    re.compile(rf"(?<![.!?…؟۔])[.!?…؟۔]++{_CLOSERS}\s++|[।॥]\s*+|[。！？｡]++{_CJK_CLOSERS}\s*+"),
+    re.compile(
+        rf"(?<![.!?…؟۔])[.!?…؟۔]++{_CLOSERS}\s++|[।॥]\s*+"
+        rf"|(?:[。！？｡…]|．(?!\d))++{_CJK_CLOSERS}\s*+"
+    ),
     re.compile(r"[,;:،؛–—]\s++|[、，；：､]\s*+"),  # clause end
     re.compile(r"\s+"),
 )
@@ -45,14 +48,14 @@ def as_chunks(chunks: Iterable[str | Chunk]) -> tuple[Chunk, ...]:
     """Returns the caller's own chunks as `Chunk` objects.
 
     Raises:
-      TypeError: If an element is neither a string nor a `Chunk`.
+      ValueError: If an element is neither a string nor a `Chunk`.
     """
     out = []
     for i, chunk in enumerate(chunks, 1):
         if isinstance(chunk, str):
             chunk = Chunk(chunk)
         if not isinstance(chunk, Chunk):
-            raise TypeError(f"chunk {i} is a {type(chunk).__name__}; give a str or a Chunk")
+            raise ValueError(f"chunk {i} is a {type(chunk).__name__}; give a str or a Chunk")
         out.append(chunk)
     return tuple(out)
 
@@ -119,9 +122,11 @@ def _code_points(text: str, start: int, end: int) -> np.ndarray:
 
 
 def _graphemes(text: str, start: int, end: int) -> np.ndarray:
-    """Ends of the grapheme clusters in text[start:end].
+    """Ends of the grapheme clusters in text[start:end], nearly those of UAX #29.
 
-    After the rules of UAX #29, but nothing is cut after a zero-width joiner or a virama.
+    Marks stay with what they follow, a carriage return with its line feed, flags in pairs, and the
+    parts of a Hangul syllable together. Nothing is cut after a zero-width joiner or a virama,
+    whatever follows. Marks that belong to what comes after them are not known.
     """
     kinds = {c: _KINDS.index(_grapheme_kind(c)) for c in set(text[start:end])}
     kind = np.fromiter(map(kinds.__getitem__, text[start:end]), np.int8, end - start)

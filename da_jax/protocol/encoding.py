@@ -2,12 +2,14 @@
 
 A tokenizer looks for its added tokens (`<|im_start|>`, `<think>`) anywhere in a text. Here only
 those written by the chat template and the style count. A twin of the tokenizer is built in which
-every such token is spelled in private-use characters, as many as the token has characters; the
+every control token is spelled in private-use characters, as many as the token has characters; the
 trusted parts of a text are respelled before encoding, so that the same spelling in a document is
 ordinary text, and everything else (normalisation, prefix spaces, white space stripped by an added
 token, character offsets) is the tokenizer's own in one single pass.
 
-Added tokens of white space alone (Gemma's runs of newlines) are text and stay as they are.
+Control tokens are the special tokens, and of the other added ones those that occur in the template,
+the style, or a marker of thoughts or tool calls. The rest (Gemma's `<table>` and `<b>`) are text
+and stay as they are, as do tokens of white space alone.
 """
 
 from __future__ import annotations
@@ -68,12 +70,16 @@ class SafeEncoder:
 
     Args:
       tokenizer: A fast Hugging Face tokenizer.
+      structure: Texts of the template and the style. An added token that occurs in one of them is a
+        control token, even if it is not special; one number in it is as good as another.
 
     Raises:
       TypeError: If the tokenizer is not backed by the `tokenizers` library.
     """
 
-    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, structure: Iterable[str]
+    ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise TypeError(
@@ -83,15 +89,21 @@ class SafeEncoder:
         self._backend = backend
         added = backend.get_added_tokens_decoder().values()
         self._single = {t.content for t in added if t.single_word}
-        self.control = sorted(t.content for t in added if t.content.strip(" \t\r\n\v\f▁"))
-        self._control = frozenset(self.control)
+        written = "\n".join(map(_numberless, structure))
+        self._control = sorted(
+            t.content
+            for t in added
+            if t.content.strip(" \t\r\n\v\f▁") and (t.special or _numberless(t.content) in written)
+        )
         lengths: dict[str, set[int]] = {}
-        for token in self.control:
+        for token in self._control:
             lengths.setdefault(token[0], set()).add(len(token))
         self._lengths = {c: sorted(n, reverse=True) for c, n in lengths.items()}
+        self._known = frozenset(self._control)
         heads = "".join(map(re.escape, self._lengths))
         self._heads = re.compile(f"[{heads}]" if heads else r"(?!)")
         self._twins: dict[str, tuple[Spelling, tokenizers.Tokenizer, np.ndarray]] = {}
+        self._twin(frozenset())
 
     def find(self, text: str) -> Iterator[tuple[int, str]]:
         """Yields (position, token) of the control tokens in a text: leftmost, longest."""
@@ -102,7 +114,7 @@ class SafeEncoder:
                 continue
             for n in self._lengths[match[0]]:
                 token = text[i : i + n]
-                if token in self._control and not self._inside_word(text, i, token):
+                if token in self._known and not self._inside_word(text, i, token):
                     yield i, token
                     end = i + n
                     break
@@ -145,7 +157,7 @@ class SafeEncoder:
         return re.search(r"\w", around) is not None
 
     def _twin(self, used: frozenset[str]) -> tuple[Spelling, tokenizers.Tokenizer, np.ndarray]:
-        spelling = Spelling(self.control, private_characters(used))
+        spelling = Spelling(self._control, private_characters(used))
         key = "".join(spelling.names.values())
         if key not in self._twins:
             if len(self._twins) > 1:  # keep the first, which serves all usual texts
@@ -167,6 +179,10 @@ class SafeEncoder:
             name = spelling.names.get(token.content, token.content)
             id_map[twin.token_to_id(name)] = token_id
         return twin, id_map
+
+
+def _numberless(text: str) -> str:
+    return re.sub("[0-9]+", "0", text)
 
 
 def private_characters(used: frozenset[str] = frozenset()) -> Iterator[str]:

@@ -6,7 +6,7 @@ import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 from da_jax.protocol.tags import (
     THINK_ENDS,
@@ -17,10 +17,25 @@ from da_jax.protocol.tags import (
     TagScanner,
 )
 
-Arm = Literal["da", "unmasked", "vanilla"]
 AnswerMode = Literal["local", "keep", "global"]
 
 _TOOL_KINDS = (Kind.TOOL_CALL, Kind.TOOL_END)
+
+
+class Arm(enum.StrEnum):
+    """How a prompt is written and whether declarations act.
+
+    DA: the Declarative Attention prompt, declarations mask. UNMASKED: the same prompt, everything
+    stays visible. VANILLA: a plain prompt, everything visible.
+    """
+
+    DA = "da"
+    UNMASKED = "unmasked"
+    VANILLA = "vanilla"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(f"arm is {value!r}; use 'da', 'unmasked' or 'vanilla'")
 
 
 class Mode(enum.Enum):
@@ -39,15 +54,16 @@ class Stats:
     """What a response declared.
 
     Attributes:
-        attempts: ``<focus`` openers outside code, honoured, declined or cut off by the end.
-        successes: those that were honoured.
-        focus_declines: those that were declined.
-        declines: declined openers of any name, by reason.
-        mismatched: closers that matched no opener, honoured or declined.
-        quoted: narrowing tags in code.
-        transitions: changes of the mode or of the chunks in focus.
-        format_correct: an answer was found: a non-empty ``<answer>`` or LOCAL text (for the arm
-            ``vanilla``, any text).
+      attempts: ``<focus`` openers outside code, honoured, declined or cut off by the end.
+      successes: those that were honoured.
+      focus_declines: those that were declined.
+      declines: declined openers of any name, by reason.
+      mismatched: closers of neither the mode that is open (or of the LOCAL around an answer)
+        nor of a declined opener.
+      quoted: narrowing tags in code.
+      transitions: changes of the mode or of the chunks in focus.
+      format_correct: the answer stood in a non-empty ``<answer>`` or LOCAL text (for the arm
+        ``vanilla``, any text).
     """
 
     attempts: int
@@ -67,17 +83,17 @@ class ModeTracker:
     never empty in FOCUS and always empty elsewhere.
 
     Args:
-        num_chunks: number of chunks in the prompt.
-        answer_mode: what ``<answer>`` does: LOCAL, keep the mode, or GLOBAL.
-        arm: ``da`` and ``unmasked`` follow the tags alike (the caller ignores the mode where the
-            mask is off). In ``vanilla`` tags are text: the mode stays GLOBAL, and only events of
-            tool calls are reported.
-        max_ids: most ids that one ``<focus>`` may name; None for no limit.
-        tool_markers: see `TagScanner`.
-        think_ends: see `TagScanner`.
+      num_chunks: number of chunks in the prompt.
+      answer_mode: what ``<answer>`` does: LOCAL, keep the mode, or GLOBAL.
+      arm: ``da`` and ``unmasked`` follow the tags alike (the caller ignores the mode where the
+        mask is off). In ``vanilla`` tags are text: the mode stays GLOBAL, and only events of
+        tool calls are reported.
+      max_ids: most ids that one ``<focus>`` may name; None for no limit.
+      tool_markers: see `TagScanner`.
+      think_ends: see `TagScanner`.
 
     Raises:
-        ValueError: an argument is unknown or out of range.
+      ValueError: an argument is unknown or out of range.
     """
 
     def __init__(
@@ -85,26 +101,24 @@ class ModeTracker:
         num_chunks: int,
         *,
         answer_mode: AnswerMode = "local",
-        arm: Arm = "da",
+        arm: Arm | str = Arm.DA,
         max_ids: int | None = None,
         tool_markers: Iterable[tuple[str, str]] = TOOL_MARKERS,
         think_ends: Iterable[str] = THINK_ENDS,
     ) -> None:
         if answer_mode not in ("local", "keep", "global"):
             raise ValueError(f"answer_mode is {answer_mode!r}; use 'local', 'keep' or 'global'")
-        if arm not in ("da", "unmasked", "vanilla"):
-            raise ValueError(f"arm is {arm!r}; use 'da', 'unmasked' or 'vanilla'")
         self._scanner = TagScanner(
             num_chunks, max_ids=max_ids, tool_markers=tool_markers, think_ends=think_ends
         )
         self._answer_mode = answer_mode
-        self._vanilla = arm == "vanilla"
+        self._vanilla = Arm(arm) is Arm.VANILLA
         self.mode = Mode.GLOBAL
         self.focus: tuple[int, ...] = ()
         self.answer_closed = False
         """Whether an ``</answer>`` has ended an ``<answer>``: where `stop_after_answer` stops."""
-        self.tool_called = False
-        """Whether a tool call has begun."""
+        self.tool_ended = False
+        """Whether a tool call has ended: where the response ends."""
         self.borders: list[tuple[int, Mode]] = [(0, Mode.GLOBAL)]
         """Offsets at which the mode or the focus changed, each with the mode from there on."""
         self.length = 0
@@ -112,7 +126,11 @@ class ModeTracker:
 
         self._pieces: list[str] = []
         self._tags: list[tuple[int, int]] = []  # spans that are no part of an answer
-        self._opener: str | None = None  # last opener, honoured or declined, not yet closed
+        self._call_open = False
+        self._openers: list[str] = []  # what is open: one, or an answer in LOCAL
+        self._declined: Counter[str] = Counter()  # openers whose closer may still come
+        self._answering = False  # an answer has begun whose closer may still come
+        self._thought_end = 0  # end of the thoughts
         self._answers = _Blocks()
         self._locals = _Blocks()
         self._counts: Counter[str] = Counter()
@@ -122,9 +140,9 @@ class ModeTracker:
         """Takes the next text delta; returns the events in it, in order.
 
         Args:
-            text: the delta.
-            hidden: the client does not see it (a special token wrote it), so that it is no part of
-                an answer; it is scanned all the same.
+          text: the delta.
+          hidden: the client does not see it (a special token wrote it), so that it is no part of
+            an answer; it is scanned all the same.
         """
         if hidden:
             self._tags.append((self.length, self.length + len(text)))
@@ -139,6 +157,11 @@ class ModeTracker:
     def finish(self) -> list[TagEvent]:
         """Ends the response; returns the events that its end causes."""
         return self._take(self._scanner.finish())
+
+    @property
+    def tool_called(self) -> bool:
+        """Whether a tool call is open or has ended; the end of thoughts drops an open one."""
+        return self._call_open or self.tool_ended
 
     @property
     def text(self) -> str:
@@ -169,21 +192,29 @@ class ModeTracker:
             mismatched=self._counts["mismatched"],
             quoted=self._counts["quoted"],
             transitions=self._counts["transitions"],
-            format_correct=bool(self.answer() if self._vanilla else self._declared_answer()),
+            format_correct=bool(self.answer() if self._vanilla else self._declared()),
         )
 
     def answer(self) -> str:
         """The answer of the response so far, without tags and surrounding white space.
 
         Returns:
-            The text of the last ``<answer>`` that holds any, else the last LOCAL text, else the
-            whole text; for the arm ``vanilla`` the whole text.
+          The text of the last ``<answer>`` that holds any, else the last LOCAL text, else the
+          whole text. What stands after the thoughts goes before all that stands in them. For the
+          arm ``vanilla`` the whole text.
         """
-        return self._declared_answer() or self._clean(0, None)
+        whole = self._clean(0, None)
+        return whole if self._vanilla else self._declared() or self._spoken() or whole
 
-    def _declared_answer(self) -> str:
+    def _spoken(self) -> str:
+        """The text after the thoughts."""
+        return self._clean(self._thought_end, None)
+
+    def _declared(self) -> str:
+        """The last answer or LOCAL text; one in the thoughts only if nothing follows them."""
+        since = 0 if not self._spoken() else self._thought_end
         for start, end in (*reversed(self._answers.spans), *reversed(self._locals.spans)):
-            if text := self._clean(start, end):
+            if start >= since and (text := self._clean(start, end)):
                 return text
         return ""
 
@@ -192,7 +223,7 @@ class ModeTracker:
         text = self.text
         end = len(text) if end is None else end
         kept = []
-        for tag_start, tag_end in self._tags:
+        for tag_start, tag_end in sorted(self._tags):
             if tag_start < end and tag_end > start:
                 kept.append(text[start:tag_start])
                 start = tag_end
@@ -202,7 +233,10 @@ class ModeTracker:
     def _take(self, events: list[TagEvent]) -> list[TagEvent]:
         if not events:
             return events
-        self.tool_called |= any(event.kind is Kind.TOOL_CALL for event in events)
+        for event in events:
+            self.tool_ended |= event.kind is Kind.TOOL_END
+            if event.kind in (*_TOOL_KINDS, Kind.THINK_END):
+                self._call_open = event.kind is Kind.TOOL_CALL
         if self._vanilla:
             return [event for event in events if event.kind in _TOOL_KINDS]
         for event in events:
@@ -219,10 +253,16 @@ class ModeTracker:
                 self._declines[event.reason or Reason.MALFORMED] += 1
                 if event.name == "focus":
                     self._counts.update(("attempts", "focus_declines"))
-                self._opener = event.name
+                self._openers.clear()
+                self._declined[event.name] += 1
+                if event.name != "local":
+                    self._answers.end(event.start)
                 self._set(event, Mode.GLOBAL)
             case Kind.THINK_END:
-                self._opener = None
+                self._openers.clear()
+                self._declined.clear()
+                self._answering = False
+                self._thought_end = event.end
                 self._answers.end(event.start)
                 self._set(event, Mode.GLOBAL)
             case Kind.QUOTED:
@@ -234,7 +274,11 @@ class ModeTracker:
             self._tags.append((event.start, event.start + len(event.text)))
 
     def _open(self, event: TagEvent) -> None:
-        self._opener = event.name
+        if event.name != "local":
+            self._answers.end(event.start)
+        if event.name != "answer" or self._openers != ["local"]:
+            self._openers.clear()
+        self._openers.append(event.name)
         if event.name == "focus":
             self._counts.update(("attempts", "successes"))
             self._set(event, Mode.FOCUS, event.ids)
@@ -245,17 +289,23 @@ class ModeTracker:
             self._locals.begin(event.end)
         else:
             self._answers.begin(event.end)
+            self._answering = True
             if self._answer_mode == "local":
                 self._set(event, Mode.LOCAL)
             elif self._answer_mode == "global":
                 self._set(event, Mode.GLOBAL)
 
     def _close(self, event: TagEvent) -> None:
-        if event.name != self._opener:
+        if event.name in self._openers:
+            del self._openers[self._openers.index(event.name) :]
+        elif self._declined[event.name]:
+            self._declined[event.name] -= 1
+        else:
             self._counts["mismatched"] += 1
-        self._opener = None
-        if event.name == "answer" and self._answers.end(event.start):
-            self.answer_closed = True
+            self._openers.clear()
+        self._answers.end(event.start)
+        if event.name == "answer" and self._answering:
+            self._answering, self.answer_closed = False, True
         self._set(event, Mode.GLOBAL)
 
     def _set(self, event: TagEvent, mode: Mode, focus: tuple[int, ...] = ()) -> None:
@@ -275,9 +325,7 @@ class _Blocks:
     def begin(self, at: int) -> None:
         self.spans.append((at, None))
 
-    def end(self, at: int) -> bool:
-        """Ends the open block at offset `at`, if one is open; returns whether one was."""
-        if not self.spans or self.spans[-1][1] is not None:
-            return False
-        self.spans[-1] = (self.spans[-1][0], at)
-        return True
+    def end(self, at: int) -> None:
+        """Ends the open block at offset `at`, if one is open."""
+        if self.spans and self.spans[-1][1] is None:
+            self.spans[-1] = (self.spans[-1][0], at)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,18 +15,19 @@ from da_jax.protocol import encoding as encoding_lib
 from da_jax.protocol import styles as styles_lib
 from da_jax.protocol import template as template_lib
 from da_jax.protocol.chunks import Chunk
+from da_jax.protocol.modes import Arm
 from da_jax.protocol.styles import Style
+from da_jax.protocol.tags import THINK_ENDS, THINK_STARTS, TOOL_MARKERS
 from da_jax.protocol.template import Message, Part, Segment
 
 if TYPE_CHECKING:
     import transformers
 
-Arm = Literal["da", "unmasked", "vanilla"]
 Span = tuple[int, int]
 
-_ARMS = ("da", "unmasked", "vanilla")
+_MARKERS = (*THINK_STARTS, *THINK_ENDS, *itertools.chain(*TOOL_MARKERS))
+_OWN_KEYS = ("messages", "conversation", "tools", "tokenize", "add_generation_prompt")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_END_OF_THOUGHT = ("</think>", "<channel|>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +40,14 @@ class PromptMap:
     Attributes:
       ids: [N] int32, read-only.
       chunks: Token span (start, end) of each chunk with its header and wrapper: that of chunk
-        number n is `chunks[n - 1]`. Empty in a vanilla prompt.
+        number n is `chunks[n - 1]`. Empty in a vanilla prompt, unless the style is `da_only`.
       scaffold: Token spans of everything that is not a chunk; the last one runs from the end of
         the last chunk (earlier turns, question, instructions) to the end of the prompt.
       text: The rendered text.
       chunk_chars: Character spans in `text` of the chunks with their headers and wrappers.
       chunk_texts: What the chunks say, without header and wrapper.
       labels: The caller's label of each chunk, or None.
-      arm: "da", "unmasked" or "vanilla".
+      arm: The arm that it is for.
     """
 
     ids: np.ndarray
@@ -85,14 +86,18 @@ class PromptRenderer:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._encoder = encoding_lib.SafeEncoder(tokenizer)
+        folder = getattr(tokenizer, "name_or_path", "")
+        candidates = _candidates(style, folder)
+        structure = [str(getattr(tokenizer, "chat_template", "")), *_MARKERS]
+        structure += [text for candidate in candidates for text in candidate.texts()]
+        self._encoder = encoding_lib.SafeEncoder(tokenizer, structure)
         self._template = template_lib.ChatTemplate(tokenizer, self._encoder)
-        self._kwargs = dict(template_kwargs or {})
-        self.style = self._choose(style, tokenizer.name_or_path)
+        self._kwargs = _checked_kwargs(template_kwargs)
+        self.style = self._choose(candidates)
 
     def split(self, document: str) -> list[str]:
         """Cuts a document into chunks of the style's size; none for an empty one."""
-        starts = self._encoder.encode([(document, False)]).starts
+        starts = self._encoder.encode([(_text("document", document), False)]).starts
         return chunks_lib.split(document, starts, self.style.target, self.style.cap)
 
     def render(
@@ -102,7 +107,7 @@ class PromptRenderer:
         *,
         system: str | None = None,
         history: Sequence[Mapping[str, Any]] = (),
-        arm: Arm = "da",
+        arm: Arm | str = Arm.DA,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> PromptMap:
         """Renders a prompt.
@@ -122,21 +127,18 @@ class PromptRenderer:
           template_kwargs: Added to those of the renderer.
 
         Raises:
-          ValueError: If the arm or a role is not known, or the template refuses the conversation
-            or hides where the chunks are.
+          ValueError: If the arm or a role is not known, an argument is no text, or the template
+            refuses the conversation or hides where the chunks are.
         """
-        if arm not in _ARMS:
-            raise ValueError(f"arm {arm!r}: choose one of {', '.join(_ARMS)}")
-        kwargs = {**self._kwargs, **(template_kwargs or {})}
-        vanilla = arm == "vanilla" and not self.style.da_only
-        if isinstance(document, str):
-            chunks = (Chunk(document),) if vanilla else chunks_lib.as_chunks(self.split(document))
-        else:
-            chunks = chunks_lib.as_chunks(document)
-        chunks = chunks or (Chunk(""),)
-
+        arm = Arm(arm)
+        kwargs = {**self._kwargs, **_checked_kwargs(template_kwargs)}
+        vanilla = arm is Arm.VANILLA and not self.style.da_only
+        chunks = self._chunks(document, vanilla)
+        _text("question", question)
+        if system is not None:
+            _text("system", system)
         asked = Message("user", self._question(question, len(chunks), vanilla))
-        turns = [*map(self._turn, history), asked]
+        turns = [*(self._turn(turn, number) for number, turn in enumerate(history, 1)), asked]
         tools = None
         if vanilla:
             turns = self._before(self._document(chunks), turns)
@@ -151,24 +153,29 @@ class PromptRenderer:
             return self._map(segments, (), (), arm)
         return self._map(segments, self._chunk_chars(segments, len(chunks), kwargs), chunks, arm)
 
-    def _choose(self, style: Style | str | None, folder: str) -> Style:
-        if isinstance(style, Style):
-            chosen = style
-        elif style is None or style == "auto":
-            own = Style.of_folder(folder) if folder and pathlib.Path(folder).is_dir() else None
-            if own is None:
-                own = styles_lib.TOOL if self._wrapper(styles_lib.TOOL) else styles_lib.PLAIN
-            chosen = own
-        elif style in styles_lib.STYLES:
-            chosen = styles_lib.STYLES[style]
-        else:
-            raise ValueError(f"style {style!r}: choose auto, {', '.join(styles_lib.STYLES)}")
-        if chosen.rendering == "tool" and not self._wrapper(chosen):
-            raise ValueError(
-                f"style {chosen.name!r} needs a chat template with tools, and this one does not "
-                "render a tool call and its response; use style 'plain' or 'auto'"
-            )
-        return chosen
+    def _chunks(self, document: str | Sequence[str | Chunk], vanilla: bool) -> Sequence[Chunk]:
+        """The document as chunks, at least one; as a single one for the vanilla arm."""
+        if isinstance(document, str):
+            _text("document", document)
+            return chunks_lib.as_chunks([document] if vanilla else self.split(document) or [""])
+        if not isinstance(document, Sequence):
+            raise ValueError(f"document is {document!r}; give a string or a list of chunks")
+        chunks = chunks_lib.as_chunks(document)
+        for number, chunk in enumerate(chunks, 1):
+            _text(f"the text of chunk {number}", chunk.text)
+            if chunk.label is not None:
+                _text(f"the label of chunk {number}", chunk.label)
+        return chunks or (Chunk(""),)
+
+    def _choose(self, candidates: Sequence[Style]) -> Style:
+        """The first style that the template supports."""
+        for style in candidates:
+            if style.rendering == "plain" or self._wrapper(style):
+                return style
+        raise ValueError(
+            f"style {style.name!r} needs a chat template with tools, and this one does not "
+            "render a tool call and its response; use style 'plain' or 'auto'"
+        )
 
     def _wrapper(
         self, style: Style, kwargs: Mapping[str, Any] | None = None
@@ -177,15 +184,21 @@ class PromptRenderer:
         kwargs = self._kwargs if kwargs is None else kwargs
         return self._template.wrapper(call, [_tool(style)], style.tool_name, **kwargs)
 
-    def _turn(self, turn: Mapping[str, Any]) -> Message:
+    def _turn(self, turn: Mapping[str, Any], number: int) -> Message:
         """One earlier turn, as a message."""
-        role, content = turn["role"], turn.get("content") or ""
+        if not isinstance(turn, Mapping):
+            raise ValueError(f"turn {number} is {turn!r}; give a dict with role and content")
+        role = turn.get("role")
         if role not in _ROLES:
-            raise ValueError(f"role {role!r}: choose one of {', '.join(_ROLES)}")
-        if not isinstance(content, str):
-            raise TypeError(f"the content of a {role} turn is {type(content).__name__}, not str")
+            raise ValueError(f"turn {number} has role {role!r}; choose one of {', '.join(_ROLES)}")
+        content = turn.get("content")
+        if content is None and turn.get("tool_calls"):
+            content = ""
+        content = _text(f"the content of turn {number}", content)
+        for text in template_lib.strings(turn):
+            _text(f"turn {number}", text)
         if role == "assistant":
-            for marker in _END_OF_THOUGHT:
+            for marker in THINK_ENDS:
                 if marker in self._template.source:
                     content = content.rpartition(marker)[2].lstrip("\n")
         extra = {k: v for k, v in turn.items() if k not in ("role", "content")}
@@ -199,7 +212,8 @@ class PromptRenderer:
         parts = _fill(style.question, question=asked)
         if style.instructions:
             parts.append(Part("\n\n", True))
-            parts += _fill(style.instructions, count=[Part(str(count), True)])
+            plural = [Part("s", True)] * (count != 1)
+            parts += _fill(style.instructions, count=[Part(str(count), True)], s=plural)
         return parts
 
     def _chunk(self, chunk: Chunk, number: int) -> list[Part]:
@@ -321,6 +335,49 @@ class PromptRenderer:
             labels=tuple(c.label for c in chunks),
             arm=arm,
         )
+
+
+def _candidates(style: Style | str | None, folder: str) -> tuple[Style, ...]:
+    """The styles to choose from, the best first."""
+    if isinstance(style, Style):
+        return (style,)
+    if style is None or style == "auto":
+        own = Style.of_folder(folder) if folder and pathlib.Path(folder).is_dir() else None
+        return (own,) if own else (styles_lib.TOOL, styles_lib.PLAIN)
+    if style in styles_lib.STYLES:
+        return (styles_lib.STYLES[style],)
+    raise ValueError(f"style {style!r}: choose auto, {', '.join(styles_lib.STYLES)}")
+
+
+def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Refuses options of the template that the renderer sets itself."""
+    kwargs = dict(kwargs or {})
+    if "chat_template_kwargs" in kwargs:
+        raise ValueError(
+            f"template_kwargs holds chat_template_kwargs={kwargs['chat_template_kwargs']!r}; "
+            "pass its keys directly"
+        )
+    for key in _OWN_KEYS:
+        if key in kwargs:
+            raise ValueError(
+                f"template_kwargs holds {key}={kwargs[key]!r}, which the renderer sets; "
+                "leave it out"
+            )
+    return kwargs
+
+
+def _text(what: str, value: Any) -> str:
+    """The value, if it is text that can be encoded."""
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {value!r}; give a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} holds half a surrogate pair, {value[error.start]!r}, at character "
+            f"{error.start}; decode the text with errors='replace'"
+        ) from error
+    return value
 
 
 def _fill(text: str, /, **values: Sequence[Part]) -> list[Part]:

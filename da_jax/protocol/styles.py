@@ -6,20 +6,22 @@ import dataclasses
 import json
 import pathlib
 import string
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 from da_jax.protocol import chunks as chunks_lib
 
 STYLE_FILE = "da_style.json"
 """Name of the file in which a checkpoint folder carries its own style."""
 
-_FIELDS = {
+_FORMATS: dict[str, tuple[set[str], set[str]]] = {
     "chunk": ({"n", "label", "text"}, {"n", "text"}),
     "label": ({"label"}, {"label"}),
     "question": ({"question"}, {"question"}),
-    "instructions": ({"count"}, set()),
+    "instructions": ({"count", "s"}, set()),
     "vanilla_question": ({"question"}, {"question"}),
 }
+_KINDS = {"int": int, "bool": bool}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Style:
       separator: Text between two chunks (plain rendering).
       after_chunks: Text between the last chunk and what follows in the same turn.
       question: Format of the question.
-      instructions: Follows the question after a blank line; `{count}` is the number of chunks.
-        Empty for checkpoints that are trained on the protocol.
+      instructions: Follows the question after a blank line; `{count}` is the number of chunks, and
+        `{s}` an "s" unless there is one. Empty for checkpoints that are trained on the protocol.
       vanilla_preamble: Start of the system message of the vanilla arm; may be empty.
       vanilla_question: Format of the question in the vanilla arm.
       vanilla_separator: Text between the caller's own chunks in the vanilla arm.
@@ -73,21 +75,44 @@ class Style:
     da_only: bool = False
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), _KINDS.get(str(field.type), str)
+            if type(value) is not kind:
+                raise ValueError(
+                    f"style {self.name!r}: {field.name} is {value!r}; "
+                    f"give a value of type {kind.__name__}"
+                )
         if self.rendering not in ("tool", "plain"):
             raise ValueError(f"style {self.name!r}: rendering {self.rendering!r}: tool or plain")
         if not 1 <= self.target <= self.cap:
             raise ValueError(
                 f"style {self.name!r} needs 1 <= target <= cap, got {self.target}, {self.cap}"
             )
-        if not self.empty_context.strip():
-            raise ValueError(f"style {self.name!r}: empty_context must not be blank")
-        for field, (known, needed) in _FIELDS.items():
-            names = {name for _, name in parse_format(getattr(self, field)) if name is not None}
+        for name in ("empty_context", "tool_name", "tool_argument"):
+            if not getattr(self, name).strip():
+                raise ValueError(f"style {self.name!r}: {name} must not be blank")
+        for name, (known, needed) in _FORMATS.items():
+            text = getattr(self, name)
+            try:
+                names = {field for _, field in parse_format(text) if field is not None}
+            except ValueError as error:
+                raise ValueError(f"style {self.name!r}: {name}={text!r}: {error}") from error
             if names - known or needed - names:
                 raise ValueError(
-                    f"style {self.name!r}: {field}={getattr(self, field)!r} must name "
-                    f"{sorted(needed)} and nothing beyond {sorted(known)}"
+                    f"style {self.name!r}: {name}={text!r} must name {sorted(needed)} "
+                    f"and nothing beyond {sorted(known)}"
                 )
+
+    def texts(self) -> Iterator[str]:
+        """Yields the texts that the style writes, with 0 for every number."""
+        for field in dataclasses.fields(self):
+            text = getattr(self, field.name)
+            if field.name in _FORMATS:
+                fill = {"n": "0", "count": "0", "s": "s"}
+                parts = parse_format(text)
+                yield "".join(part + fill.get(name or "", "\n") for part, name in parts)
+            elif isinstance(text, str):
+                yield text
 
     def to_json(self) -> str:
         """Returns the style as a JSON object."""
@@ -98,9 +123,14 @@ class Style:
         """Reads a style from a JSON object.
 
         Raises:
-          ValueError: If a key is unknown or missing, or a value is not valid.
+          ValueError: If it is no JSON object, a key is unknown or missing, or a value is not valid.
         """
-        data: dict[str, Any] = json.loads(text)
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"style: this is no JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"style: a JSON object is needed, not {data!r}")
         unknown = data.keys() - {f.name for f in dataclasses.fields(cls)}
         missing = {"name", "rendering", "preamble"} - data.keys()
         if unknown or missing:
@@ -109,9 +139,18 @@ class Style:
 
     @classmethod
     def of_folder(cls, folder: str | pathlib.Path) -> Style | None:
-        """Returns the style that a checkpoint folder carries in `da_style.json`, if any."""
+        """Returns the style that a checkpoint folder carries in `da_style.json`, if any.
+
+        Raises:
+          ValueError: If the file holds no valid style.
+        """
         path = pathlib.Path(folder) / STYLE_FILE
-        return cls.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def parse_format(text: str) -> list[tuple[str, str | None]]:
@@ -130,18 +169,21 @@ def parse_format(text: str) -> list[tuple[str, str | None]]:
 
 INSTRUCTIONS = """\
 # How to answer
-The context above is cut into {count} numbered magic chunks. While you write, tags decide which \
-of them you can see. There are three modes:
-- global: you see every chunk. This is the mode outside all tags; use it to find out where to look.
-- focus: you see only the chunks that you name.
+The context above is cut into {count} numbered magic chunk{s}. While you write, tags decide how \
+much of the context you can see. There are three modes:
+- global: you see the whole context. This is the mode outside all tags; use it to find out where \
+to look.
+- focus: you see only the chunks that you name, the question, and what you have written so far.
 - local: you see no chunk, only the question and what you have written so far.
 
 The tags:
 - <global>...</global> looks over the whole context.
 - <focus magic_chunks="3">...</focus> reads one chunk, <focus magic_chunks="2,5">...</focus> reads \
-several. Numbers run from 1 to {count}.
+several. These numbers come from a longer context of 12 chunks.
 - <local>...</local> thinks with what you have already written down.
 - <answer>...</answer> gives the final answer, inside local.
+A tag acts from its ">" on. The highest number in this context is {count}. After a wrong number \
+or a malformed tag everything stays visible.
 
 The usual orders:
 - global, focus, local, answer
@@ -157,7 +199,8 @@ values that you wrote inside focus.
 4. End in a local block that names the value and gives it as the answer.
 5. Close every tag before you open the next; only <answer> stands inside <local>.
 
-An example, for the question "In which year was the older of the two bridges built?":
+An example, from a longer context of 12 chunks, for the question "In which year was the older of \
+the two bridges built?":
 <global>The two bridges are described in chunks 4 and 9.</global>
 <focus magic_chunks="4">opened to traffic in 1894</focus>
 <focus magic_chunks="9">completed in 1931</focus>

@@ -28,6 +28,9 @@ TOOL_MARKERS = (("<tool_call>", "</tool_call>"), ("<|tool_call>", "<tool_call|>"
 THINK_ENDS = ("</think>", "<channel|>")
 """End markers of the thoughts of Qwen and of Gemma."""
 
+THINK_STARTS = ("<think>", "<|channel>")
+"""Opening markers of those thoughts; the scanner does not look for them."""
+
 _SPACE = " \t\r\n\f\v"
 _SLACK = 128
 _NARROWING = frozenset({"focus", "local", "answer"})
@@ -86,14 +89,14 @@ class TagEvent:
     """One recognised tag or marker.
 
     Attributes:
-        kind: what was recognised.
-        name: ``focus``, ``local``, ``answer`` or ``global``; for markers the marker itself.
-        text: its characters; another ``<`` ends them.
-        start: offset of the ``<`` in the response, in characters.
-        end: offset just after the character that decided it: the first ``>``, or the character
-            that made it too long. The mode changes here. Never decreases from event to event.
-        ids: chunk numbers of an honoured ``<focus>``, ascending, without repetition.
-        reason: why an opener was declined, or why a closer is none as written; else None.
+      kind: what was recognised.
+      name: ``focus``, ``local``, ``answer`` or ``global``; for markers the marker itself.
+      text: its characters; another ``<`` ends them.
+      start: offset of the ``<`` in the response, in characters.
+      end: offset just after the character that decided it: the first ``>``, or the character
+        that made it too long. The mode changes here. Never decreases from event to event.
+      ids: chunk numbers of an honoured ``<focus>``, ascending, without repetition.
+      reason: why an opener was declined, or why a closer is none as written; else None.
     """
 
     kind: Kind
@@ -120,13 +123,13 @@ class TagScanner:
     be named.
 
     Args:
-        num_chunks: number of chunks in the prompt; ids run from 1 to this.
-        max_ids: most ids that one ``<focus>`` may name; None for no limit.
-        tool_markers: opening and closing marker of a tool call, one pair per model family.
-        think_ends: markers that end the model's thoughts.
+      num_chunks: number of chunks in the prompt; ids run from 1 to this.
+      max_ids: most ids that one ``<focus>`` may name; None for no limit.
+      tool_markers: opening and closing marker of a tool call, one pair per model family.
+      think_ends: markers that end the model's thoughts.
 
     Raises:
-        ValueError: a number is out of range, or a marker could not be told from a tag.
+      ValueError: a number is out of range, or a marker could not be told from a tag.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class TagScanner:
         self._longest_focus = _SLACK + most * (2 * len(str(num_chunks)) + 3)
 
         self._code = _Code()
+        self._tool_end: str | None = None  # closes the tool call that is open
         self._state = _State.TEXT
         self._offset = 0  # characters of the response before the present delta
         self._last = "\n"  # the character before it; a response starts on a new line
@@ -172,10 +176,10 @@ class TagScanner:
         """Scans the next piece of the response.
 
         Args:
-            delta: text that follows what was fed before; may be empty.
+          delta: text that follows what was fed before; may be empty.
 
         Returns:
-            The tags and markers that end in it, in order.
+          The tags and markers that end in it, in order.
         """
         code = self._code
         if self._state is _State.TEXT and not code.closing and not code.stops.search(delta):
@@ -192,7 +196,7 @@ class TagScanner:
         """Ends the response: an unfinished tag is text.
 
         Returns:
-            One `Kind.UNFINISHED` for each ``<focus`` that was cut off outside code.
+          One `Kind.UNFINISHED` for each ``<focus`` that was cut off outside code.
         """
         state, self._state = self._state, _State.TEXT
         if state is _State.TEXT or self._quoting:
@@ -338,13 +342,16 @@ class TagScanner:
         code = self._code
         if marker in self._think_ends:
             kind = Kind.THINK_END
+            self._tool_end = None
             code.reset()
-        elif marker == code.tool_end:
+        elif marker == self._tool_end:
             kind = Kind.TOOL_END
+            self._tool_end = None
             code.reset()
         elif marker in self._tool_ends and not code.open:
             kind = Kind.TOOL_CALL
-            code.tool_end = self._tool_ends[marker]
+            self._tool_end = self._tool_ends[marker]
+            code.call = True
         else:
             return
         events.append(TagEvent(kind, marker, marker, end - len(marker), end))
@@ -356,7 +363,7 @@ class _Code:
     Backticks on a line toggle inline code, so an odd run opens it; the line's end closes it. A line
     that starts with three or more opens a fence, unless it holds another backtick further on. The
     fence ends with a line of at least as many backticks and nothing else. A tool call is code up to
-    its closing marker. Every honoured tag closes all of them.
+    its closing marker. Every honoured tag closes all of them; the tool call's end is still awaited.
     """
 
     def __init__(self) -> None:
@@ -369,18 +376,18 @@ class _Code:
         self.opening = False  # still on the line that opens the fence
         self.closing = False  # on a line that closes the fence if nothing more comes
         self.run = 0  # length of the run of backticks at the start of the line
-        self.tool_end: str | None = None  # marker that closes the tool call
+        self.call = False  # in a tool call
         self.stops = _IN_TEXT  # characters of plain text that matter
 
     @property
     def open(self) -> bool:
         """Whether a tag that begins here is quoted."""
-        return self.odd or self.fence > 0 or self.tool_end is not None
+        return self.odd or self.fence > 0 or self.call
 
     @property
     def inline(self) -> bool:
         """Whether it is so only until the line ends."""
-        return self.odd and not self.fence and self.tool_end is None
+        return self.odd and not self.fence and not self.call
 
     def plain(self, text: str, start: int, end: int) -> None:
         """Takes text without backticks and newlines."""

@@ -96,11 +96,11 @@ class ChatTemplate:
             it once and in order.
         """
         texts = [self.source, *(p.text for m in messages for p in m.parts)]
-        texts += [s for m in messages for s in _strings(m.extra)]
+        texts += [s for m in messages for s in strings(m.extra)]
         free = encoding_lib.private_characters(encoding_lib.private_characters_in(texts))
         marks = "".join(itertools.islice(free, _MARKS))
         foreign = [p.text for m in messages for p in m.parts if not p.trusted]
-        foreign += [s for m in messages for s in _strings(m.extra)]
+        foreign += [s for m in messages for s in strings(m.extra)]
         masks = encoding_lib.Spelling(
             sorted({token for text in foreign for _, token in self._encoder.find(text)}), free
         )
@@ -125,8 +125,9 @@ class ChatTemplate:
         if found != wanted or "".join(pieces[::2]) != expected:
             raise ValueError(
                 "the chat template does not write each message once, in order and unchanged "
-                "but for trimming or escaping, so the chunks cannot be found in its text; "
-                "use style 'plain', or a simpler chat template"
+                "but for trimming or escaping, so the chunks cannot be found in its text; use "
+                + ("style 'plain', or " if tools else "")
+                + "a simpler chat template"
             )
         segments = []
         for text, part in zip(pieces[::2], [None, *owners]):
@@ -235,17 +236,17 @@ def _common_prefix(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings(value: Any) -> Iterator[str]:
     """Yields all strings in a JSON-like value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for k, v in value.items():
-            yield from _strings(k)
-            yield from _strings(v)
+            yield from strings(k)
+            yield from strings(v)
     elif isinstance(value, list | tuple):
         for v in value:
-            yield from _strings(v)
+            yield from strings(v)
 
 
 def _mark(texts: Sequence[str], marks: Iterator[str]) -> str:

@@ -11,10 +11,10 @@ class Step(NamedTuple):
     """One decode step.
 
     Attributes:
-        mode: the mode that it ran under.
-        attended: KV positions that its full attention attends, of tokens.
-        read: KV positions that it reads, of whole pages.
-        vanilla: KV positions that it would attend with everything visible.
+      mode: the mode that it ran under.
+      attended: KV positions that its full attention attends, of tokens.
+      read: KV positions that it reads, of whole pages.
+      vanilla: KV positions that it would attend with everything visible.
     """
 
     mode: Mode
@@ -31,8 +31,8 @@ class Trace:
     token is never fed back.
 
     Args:
-        prompt_tokens: length of the prompt in tokens.
-        log: keep each step in `steps`.
+      prompt_tokens: length of the prompt in tokens.
+      log: keep each step in `steps`.
     """
 
     def __init__(self, prompt_tokens: int, *, log: bool = False) -> None:
@@ -49,7 +49,7 @@ class Trace:
         """Records the first token, which the prefill gave.
 
         Raises:
-            RuntimeError: it is already recorded.
+          RuntimeError: it is already recorded.
         """
         if self._count:
             raise RuntimeError("the first token is already recorded; use one Trace per response")
@@ -60,13 +60,13 @@ class Trace:
         """Records one decode step.
 
         Args:
-            mode: the mode that it ran under.
-            attended: KV positions that its full attention attended.
-            read: KV positions of the pages that it read.
+          mode: the mode that it ran under.
+          attended: KV positions that its full attention attended.
+          read: KV positions of the pages that it read.
 
         Raises:
-            RuntimeError: the first token is not recorded yet.
-            ValueError: `attended` is below 1 or above what exists at this step.
+          RuntimeError: the first token is not recorded yet.
+          ValueError: `attended` is below 1 or above what exists at this step.
         """
         if not self._count:
             raise RuntimeError("a decode step before the first token; call prefill() first")
@@ -89,24 +89,19 @@ class Trace:
         """Attended tokens of the response so far."""
         return sum(self._attended.values())
 
-    @property
-    def attended_vanilla(self) -> int:
-        """What the response so far would attend with everything visible."""
-        return self._vanilla
-
     def summary(self, stats: Stats, finish_reason: str | None = None) -> dict[str, Any]:
         """Sums the response up in values that JSON can hold.
 
         Args:
-            stats: what the response declared.
-            finish_reason: why it ended; None while it runs.
+          stats: what the response declared.
+          finish_reason: why it ended; None while it runs.
 
         Returns:
-            ``prompt_tokens``; ``tokens``, ``attended`` and ``read``, each by mode and in
-            ``total``; ``attended_vanilla``; ``reduction``, the part of it that was not attended;
-            ``transitions``; ``focus``, with ``attempts``, ``successes`` and ``declines``;
-            ``declines``, of any opener, by reason; ``mismatched_closers``; ``quoted``;
-            ``format_correct``; ``finish_reason``.
+          ``prompt_tokens``; ``tokens``, ``attended`` and ``read``, each by mode and in
+          ``total``; ``attended_vanilla``; ``reduction``, the part of it that was not attended;
+          ``transitions``; ``focus``, with ``attempts``, ``successes`` and ``declines``;
+          ``declines``, of any opener, by reason; ``mismatched_closers``; ``quoted``;
+          ``format_correct``; ``finish_reason``.
         """
         return {
             "prompt_tokens": self.prompt_tokens,

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from da_jax.protocol.modes import Mode
-from da_jax.protocol.prompt import PromptMap
+from da_jax.protocol.prompt import PromptMap, Span
 
-Span = tuple[int, int]
 Scaffold = Literal["all", "paper"]
 
 
@@ -66,18 +65,3 @@ def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
         else:
             merged.append((start, end))
     return tuple(merged)
-
-
-def count_tokens(spans: Iterable[Span]) -> int:
-    """Number of tokens in disjoint spans."""
-    return sum(end - start for start, end in spans)
-
-
-def pages_of(spans: Iterable[Span], page_size: int) -> int:
-    """Number of pages of `page_size` tokens that hold a token of the sorted, disjoint spans."""
-    pages, last = 0, -1
-    for start, end in spans:
-        first, final = max(start // page_size, last + 1), (end - 1) // page_size
-        pages += final - first + 1
-        last = final
-    return pages

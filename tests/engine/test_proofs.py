@@ -6,8 +6,8 @@ from support.dense import dense_logits
 from support.references import CASES, tensors
 
 from da_jax.checkpoints import hf
-from da_jax.engine.request import Arm, Done
-from da_jax.protocol.modes import Mode
+from da_jax.engine.request import Done
+from da_jax.protocol.modes import Arm, Mode
 from da_jax.protocol.visibility import visible_spans
 
 CHUNKS = [f"part {letter}: " + letter * (9 + 5 * i) for i, letter in enumerate("abcdef")]

@@ -59,6 +59,11 @@ def test_empty_and_small_documents():
         ("One two bb Three c d four", ["One two bb ", "Three c d four"]),
         ("一二三、四五六七八。九十、一二三四五六", ["一二三、四五六七八。", "九十、一二三四五六"]),
         ("一二三四五六七八九、十一二三四五六", ["一二三四五六七八九、", "十一二三四五六"]),
+        ('"One two." b, c dd eeee f', ['"One two." ', "b, c dd eeee f"]),
+        ("一二「三四五六。」七、八九十一二三四五", ["一二「三四五六。」", "七、八九十一二三四五"]),
+        ("一二三四五六七八．九十、一二三四五六", ["一二三四五六七八．", "九十、一二三四五六"]),
+        ("一二三四五６．７八九十、一二三四五六", ["一二三四五６．７八九十、", "一二三四五六"]),
+        ("一二三四五六七……九十、一二三四五六", ["一二三四五六七……", "九十、一二三四五六"]),
         ("aaaaaaaaa. \r\n \r\nbbbbbbbbb", ["aaaaaaaaa. \r\n \r\n", "bbbbbbbbb"]),
     ],
 )
@@ -96,7 +101,7 @@ def test_sizes_are_checked():
 
 def test_own_chunks():
     assert chunks_lib.as_chunks(["a", Chunk("b", "name")]) == (Chunk("a"), Chunk("b", "name"))
-    with pytest.raises(TypeError, match="chunk 2 is a int"):
+    with pytest.raises(ValueError, match="chunk 2 is a int"):
         chunks_lib.as_chunks(["a", 3])
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from da_jax.protocol.modes import Mode, ModeTracker
+from da_jax.protocol.modes import Arm, Mode, ModeTracker
 from da_jax.protocol.tags import Kind
 
 FRAGMENTS = [
@@ -85,8 +85,9 @@ def test_what_answer_does_is_an_option(answer_mode, mode, focus):
 def test_unknown_options_are_refused():
     with pytest.raises(ValueError, match="answer_mode is 'x'"):
         ModeTracker(1, answer_mode="x")
-    with pytest.raises(ValueError, match="arm is 'x'"):
+    with pytest.raises(ValueError, match="arm is 'x'; use 'da', 'unmasked' or 'vanilla'"):
         ModeTracker(1, arm="x")
+    assert Arm("da") is Arm.DA
 
 
 def test_segments_give_tags_to_the_mode_before_them():
@@ -110,7 +111,20 @@ def test_segments_give_tags_to_the_mode_before_them():
         ("<answer><local>42</local></answer> bye", "42"),
         ("<local>a</local>b<local>c</local>d", "c"),
         ('<local>a<focus magic_chunks="1">b', "a"),
-        ("<answer>hm</think>so 42", "hm"),
+        ("<local>so <answer>42</local> And prose.", "42"),
+        ('<answer>42 <focus magic_chunks="1">copied</focus> more', "42"),
+        ("<answer>42 <focus>copied</focus> more", "42"),
+        ("<answer>42 <global>more", "42"),
+        ("<answer>1<answer></answer> tail", "1"),
+        ("<answer>a<local>b", "ab"),
+        ("<answer>hm</think>so 42", "so 42"),
+        ("<answer>draft</answer></think>The real one is 42.", "The real one is 42."),
+        ("<answer>draft</answer></think><local>42</local> it is", "42"),
+        ("<local>a</local><answer>draft</answer></think>\n", "draft"),
+        ("<local>x</think>y", "y"),
+        ("a</think>b<channel|> ", "ab"),
+        ("<answer>a</think>b<channel|>", "a"),
+        ("a</think>b<channel|>c", "c"),
         ("just text", "just text"),
         ("<global> some</global> text <focus>", "some text"),
         ("`<answer>` is a tag", "`<answer>` is a tag"),
@@ -129,6 +143,56 @@ def test_format_correct_means_that_an_answer_was_declared():
     assert track("<local>1</local>").stats.format_correct
     assert not track("1").stats.format_correct
     assert not track("<answer> </answer>").stats.format_correct
+    assert not track("<answer>1</answer></think>So 2.").stats.format_correct
+    assert track("1", arm="vanilla").stats.format_correct
+    assert not track(" ", arm="vanilla").stats.format_correct
+
+
+@pytest.mark.parametrize("arm", Arm)
+def test_a_tool_call_is_open_until_it_or_the_thoughts_end(arm):
+    tracker = ModeTracker(3, arm=arm)
+    states = []
+    for text in ("x", "<tool_call>", "</local>", "</think>", "<tool_call>", "</tool_call>"):
+        tracker.feed(text)
+        states.append((tracker.tool_called, tracker.tool_ended))
+    no, called, ended = (False, False), (True, False), (True, True)
+    assert states == [no, called, called, no, called, ended]
+
+
+def test_what_the_client_does_not_see_is_no_part_of_the_answer():
+    tracker = ModeTracker(3)
+    tracker.feed("<answer>4")
+    tracker.feed("<|im_end|>", hidden=True)
+    tracker.feed("2 STOP</answer>")
+    tracker.hide(len("STOP</answer>"))
+    assert tracker.answer() == "42"
+    tracker = ModeTracker(3)
+    for text, hidden in (("a <glo", False), ("bal>", True), ("b STOP<global>", False)):
+        tracker.feed(text, hidden=hidden)
+    tracker.hide(len("STOP<global>"))
+    assert tracker.answer() == "a b"
+
+
+@pytest.mark.parametrize(
+    ("text", "mismatched"),
+    [
+        ("<local>x <answer>y</answer></local>", 0),
+        ("<local>x <answer>y</answer></local></local>", 1),
+        ("<local>x <answer>y</local></answer>", 1),
+        ("<answer>y</answer></local>", 1),
+        ("<local>x</answer></local>", 2),
+        ('<local>x<focus magic_chunks="1">y</focus></local>', 1),
+        ('<local>x<focus magic_chunks="9">y</focus></local>', 1),
+        ('<focus magic_chunks="9">x</focus></focus>', 1),
+        ('<focus magic_chunks="<local>">x</focus></local>', 0),
+        ('<focus magic_chunks="9">x<focus magic_chunks="1">y</focus></focus>', 0),
+        ("<local>hm</think></local>", 1),
+        ("<local/>hm</think></local>", 1),
+        ("<local></local></local>", 1),
+    ],
+)
+def test_closers_that_match_nothing_are_counted(text, mismatched):
+    assert track(text).stats.mismatched == mismatched
 
 
 def test_the_end_of_the_answer_is_known_at_once():
@@ -137,6 +201,7 @@ def test_the_end_of_the_answer_is_known_at_once():
     assert not tracker.answer_closed
     tracker.feed("</answer> more")
     assert tracker.answer_closed
+    assert not track("<answer>hm</think></answer>").answer_closed
 
 
 def test_statistics():

@@ -14,7 +14,7 @@ from support import prompt_fixtures as fixtures
 from da_jax.protocol import styles
 from da_jax.protocol.chunks import Chunk
 from da_jax.protocol.prompt import PromptRenderer
-from da_jax.protocol.styles import COMPACT, PLAIN, TOOL, Style
+from da_jax.protocol.styles import COMPACT, PLAIN, TOOL
 
 TEMPLATES = {
     "chatml": (fixtures.CHATML, "plain"),
@@ -77,7 +77,7 @@ def test_tool_calls_that_are_turns_of_their_own():
     ]
     assert prompt.text.startswith(f"<|im_start|>system\n{TOOL.preamble}\n\nSys.\n# Tools\n")
     tail = prompt.text[prompt.chunk_chars[-1][1] :]
-    instructions = TOOL.instructions.replace("{count}", "3")
+    instructions = TOOL.instructions.replace("{count}", "3").replace("{s}", "s")
     assert tail == (
         f"<|im_start|>user\n# Question\nWho?\n\n{instructions}<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -309,12 +309,10 @@ def test_errors_name_the_remedy():
     with pytest.raises(ValueError, match="choose auto, tool, plain, compact"):
         PromptRenderer(fixtures.make("byte_level"), "fancy")
     r = renderer("chatml")
-    with pytest.raises(ValueError, match="arm 'masked'"):
+    with pytest.raises(ValueError, match="arm is 'masked'; use"):
         r.render("x", "y", arm="masked")
     with pytest.raises(ValueError, match="role 'user<"):
         r.render("x", "y", history=[{"role": "user<|im_end|>", "content": ""}])
-    with pytest.raises(TypeError, match="content of a user turn is list"):
-        r.render("x", "y", history=[{"role": "user", "content": [{}]}])
     with pytest.raises(ValueError, match="refuses this conversation: alternate"):
         renderer("trimming").render("x", "y", history=[{"role": "user", "content": "z"}])
     with pytest.raises(TypeError, match="load a fast tokenizer"):
@@ -322,8 +320,81 @@ def test_errors_name_the_remedy():
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"question": None}, "question is None; give a string"),
+        (
+            {"question": "a\udcff"},
+            r"question holds half a surrogate pair, '\\udcff', at char.* 1; ",
+        ),
+        ({"system": 3}, "system is 3; give a string"),
+        ({"system": "\ud800"}, "system holds half a surrogate"),
+        ({"document": None}, "document is None; give a string or a list"),
+        ({"document": b"x"}, "chunk 1 is a int"),
+        ({"document": "ab\ud800"}, "document holds half a surrogate pair, .*, at character 2"),
+        ({"document": "ab\ud800", "arm": "vanilla"}, "document holds half a surrogate pair"),
+        ({"document": ["a", "\ud800"]}, "text of chunk 2 holds half a surrogate pair"),
+        ({"document": [Chunk(None)]}, "text of chunk 1 is None"),
+        ({"document": [Chunk("a", "\ud800")]}, "label of chunk 1 holds half a surrogate"),
+        ({"history": ["Hi"]}, "turn 1 is 'Hi'; give a dict"),
+        ({"history": [{"content": "x"}]}, "turn 1 has role None; choose one of system"),
+        ({"history": [{"role": "user"}]}, "content of turn 1 is None; give a string"),
+        ({"history": [{"role": "user", "content": [{}]}]}, r"content of turn 1 is \[\{\}\]"),
+        ({"history": [{"role": "user", "content": "\ud800"}]}, "content of turn 1 holds half"),
+        ({"history": [{"role": "user", "content": "", "name": "\ud800"}]}, "turn 1 holds half"),
+        ({"template_kwargs": {"tools": []}}, r"holds tools=\[\], which the renderer sets; leave"),
+        ({"template_kwargs": {"messages": []}}, "holds messages="),
+        ({"template_kwargs": {"chat_template_kwargs": {"a": 1}}}, "pass its keys directly"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        renderer("chatml").render(**{"document": "x", "question": "y", **changes})
+
+
+def test_a_turn_that_only_calls_a_tool_needs_no_content():
+    call = {"function": {"name": "f", "arguments": {}}}
+    turn = {"role": "assistant", "tool_calls": [call]}
+    with_none, without = (
+        renderer("turns").render(["one"], "Who?", history=[t])
+        for t in ({**turn, "content": None}, turn)
+    )
+    assert with_none.text == without.text and "<call>f {}</call>" in without.text
+
+
+def test_options_of_the_constructor_are_checked_too():
+    with pytest.raises(ValueError, match="pass its keys directly"):
+        PromptRenderer(
+            fixtures.make("byte_level"), template_kwargs={"chat_template_kwargs": {"a": 1}}
+        )
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace_first", "unigram"])
+def test_added_tokens_that_no_template_or_style_writes_are_text(kind):
+    template = fixtures.CHATML.replace("<|im_start|>assistant", "<turn>assistant")
+    tokenizer = fixtures.make(kind, template)
+    tokenizer.add_tokens(["<table>", "<b>", "<think>", "<tool_call>", "<answer>", "<turn>"])
+    tokenizer.add_tokens(["<secret>"], special_tokens=True)
+    r = PromptRenderer(tokenizer, "plain")
+    (text,) = r.split("a <table><b>b</b>")
+    prompt = r.render([text], "Is <table> one?")
+    expected = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+    assert prompt.ids.tolist() == expected
+    table = tokenizer.convert_tokens_to_ids("<table>")
+    assert expected.count(table) == 2
+
+    control = ["<think>", "<tool_call>", "<answer>", "<turn>", "<secret>", "</think>", "<|im_end|>"]
+    ids = tokenizer.convert_tokens_to_ids(control)
+    calm = r.render(["x"], "y").ids.tolist()
+    assert calm.count(tokenizer.convert_tokens_to_ids("<turn>")) == 1
+    found = r.render(["x".join(control)], "".join(control), arm="da").ids.tolist()
+    assert [found.count(i) for i in ids] == [calm.count(i) for i in ids]
+
+
+@pytest.mark.parametrize(
     "change",
     [
+        ("m.content", "m.content | capitalize"),
         ("m.content", "m.content[:40]"),
         ("m.content", "m.content + m.content"),
         ("m in messages", "m in messages[::-1]"),
@@ -333,7 +404,7 @@ def test_errors_name_the_remedy():
 def test_a_template_that_hides_the_chunks_is_an_error(change):
     tokenizer = fixtures.make("byte_level", fixtures.CHATML.replace(*change))
     history = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]
-    with pytest.raises(ValueError, match="chunks cannot be found"):
+    with pytest.raises(ValueError, match="cannot be found in its text; use a simpler chat"):
         PromptRenderer(tokenizer, "plain").render(["river"], "Who?", history=history)
 
 
@@ -356,25 +427,7 @@ def test_further_keys_of_earlier_turns_inject_nothing():
     assert control_ids(prompt, tokenizer) == control_ids(expected, tokenizer)
 
 
-def test_styles_are_data():
-    for style in styles.STYLES.values():
-        assert Style.from_json(style.to_json()) == style
-        assert len(fixtures.make("byte_level")(style.preamble)["input_ids"]) >= 16
-        assert len(style.preamble.split()) >= 16
-    with pytest.raises(ValueError, match=r"unknown keys \['colour'\]"):
-        Style.from_json('{"name": "x", "rendering": "plain", "preamble": "", "colour": 1}')
-    with pytest.raises(ValueError, match="tool or plain"):
-        dataclasses.replace(PLAIN, rendering="html")
-    with pytest.raises(ValueError, match="must name"):
-        dataclasses.replace(PLAIN, chunk="{text}")
-    with pytest.raises(ValueError, match="takes no format"):
-        dataclasses.replace(PLAIN, chunk="{n:03d}{text}")
-    with pytest.raises(ValueError, match="target"):
-        dataclasses.replace(PLAIN, cap=3)
-
-
-def test_instructions_teach_the_protocol():
-    text = TOOL.instructions
-    for tag in ("<global>", '<focus magic_chunks="3">', '"2,5"', "<local>", "<answer>"):
-        assert tag in text
-    assert "1 to 12 words" in text and "at least once" in text and "example" in text
+def test_one_chunk_is_singular():
+    one = renderer("chatml").render(["a"], "Who?").text
+    two = renderer("chatml").render(["a", "b"], "Who?").text
+    assert "into 1 numbered magic chunk. " in one and "into 2 numbered magic chunks. " in two

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pickle
 import re
 
 import pytest
@@ -69,19 +70,19 @@ def wanted_ids(tag):
 def oracle(text):
     """(kind, name, start, end, ids) of every event in `text`."""
     events = []
-    tool_end = None
+    tool_end, in_call = None, False
     since = at = 0
     markers = {*THINK_ENDS, *(m for pair in TOOL_MARKERS for m in pair)}
 
     def mark(marker, start):
-        nonlocal tool_end, since
+        nonlocal tool_end, in_call, since
         end = start + len(marker)
         if marker in THINK_ENDS:
-            kind, tool_end = "think_end", None
+            kind, tool_end, in_call = "think_end", None, False
         elif marker == tool_end:
-            kind, tool_end = "tool_end", None
-        elif marker in dict(TOOL_MARKERS) and not tool_end and not code_at(text, since, start):
-            kind, tool_end = "tool_call", dict(TOOL_MARKERS)[marker]
+            kind, tool_end, in_call = "tool_end", None, False
+        elif marker in dict(TOOL_MARKERS) and not in_call and not code_at(text, since, start):
+            kind, tool_end, in_call = "tool_call", dict(TOOL_MARKERS)[marker], True
         else:
             return
         since = end
@@ -107,7 +108,7 @@ def oracle(text):
         narrowing = not head[1] and head[2] != "global"
         limit = FOCUS_LIMIT if head.group() == "<focus" else OTHER_LIMIT
         window = text[at : at + limit]
-        code = "tool" if tool_end else code_at(text, since, at)
+        code = "tool" if in_call else code_at(text, since, at)
         if code:
             stops = "[<>`\n]" if code == "inline" and narrowing else "[<>`]"
             stop = re.compile(stops).search(window, 1)
@@ -119,7 +120,7 @@ def oracle(text):
                 events.append(("quoted", head[2], at, end, ()))
             else:
                 tag(text[at:end], at, end, alone=True)
-                since, tool_end = end, None
+                since, in_call = end, False
             at = end
             continue
         complete = ">" in window
@@ -131,7 +132,7 @@ def oracle(text):
         if complete:
             for start, part in zip(starts[:-1], parts[:-1]):
                 tag(part, start, end, alone=False)
-            since, tool_end = end, None
+            since, in_call = end, False
             if parts[-1] in markers:
                 mark(parts[-1], starts[-1])
             else:
@@ -142,7 +143,7 @@ def oracle(text):
             for start, part in zip(starts[:decided], parts):
                 tag(part, start, end, alone=False)
             since = at = starts[-1] if len(parts) > 1 else end
-            tool_end = None
+            in_call = False
         else:
             for start, part in zip(starts, parts):
                 if HEAD.match(part) and HEAD.match(part).group() == "<focus":
@@ -332,6 +333,21 @@ def test_all_chunks_of_a_long_prompt_in_one_tag():
 # --- doubt -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "unit",
+    ["<", "<focus ", "<focus 1,", "</local ", "<local\n", "`<focus ", "<tool_call", "`", "x"],
+)
+@pytest.mark.parametrize("before", ["", "<focus ", "```\n<focus ", "<tool_call>"])
+def test_memory_is_bounded_by_the_longest_tag(before, unit):
+    scanner = TagScanner(CHUNKS)
+    bound = len(pickle.dumps(scanner)) + 8 * FOCUS_LIMIT
+    scanner.feed(before)
+    for _ in range(200):
+        for char in unit * 20:
+            scanner.feed(char)
+        assert len(pickle.dumps(scanner)) < bound
+
+
 @pytest.mark.parametrize("tail", ["", "x", "<b", "``"])
 def test_a_focus_that_grows_too_long_is_declined_at_once(tail):
     text = "<focus " + "y" * (FOCUS_LIMIT - 8)
@@ -411,6 +427,15 @@ def test_markers_are_reported():
     assert brief(scan("<x></think>", think_ends=["<x>"], tool_markers=[])) == [
         ("think_end", "<x>", None)
     ]
+
+
+@pytest.mark.parametrize("inside", ["</local>", "<global>", "</focus x>", "`</answer>", "<focus "])
+def test_tags_in_the_arguments_of_a_tool_call_do_not_hide_its_end(inside):
+    events = scan(f'<tool_call>{{"x":"{inside}"}}</tool_call><local>')
+    ends = [e.name for e in events if e.kind is Kind.TOOL_END]
+    assert ends == ["</tool_call>"]
+    assert brief(events)[-1] == ("open", "local", None)
+    assert Kind.TOOL_END not in [e.kind for e in scan(f"<tool_call>{inside}</think></tool_call>")]
 
 
 @pytest.mark.parametrize("marker", ["", "x", "[END]", "<a", "<a b>", "<`>", "<a>b>", "<local>"])

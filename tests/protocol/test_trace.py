@@ -52,7 +52,7 @@ def test_totals_are_the_sums_of_the_log(prompt, steps):
         assert summary["attended"][mode.value] == sum(step.attended for step in own)
         assert summary["read"][mode.value] == sum(step.read for step in own)
     vanilla = sum(step.vanilla for step in expected)
-    assert summary["attended_vanilla"] == trace.attended_vanilla == vanilla
+    assert summary["attended_vanilla"] == vanilla
     assert summary["attended"]["total"] == trace.attended
     assert summary["reduction"] == pytest.approx(1 - trace.attended / vanilla)
 
