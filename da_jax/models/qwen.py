@@ -89,5 +89,11 @@ class Qwen3(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 logits [..., V] of hidden states [..., E]."""
-        weight = self.embedding[...].T if self.config.tie_embeddings else self.head.kernel[...]
-        return jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
+        if not self.config.tie_embeddings:
+            return jnp.matmul(hidden, self.head.kernel[...], preferred_element_type=jnp.float32)
+        # The embedding comes first: for one row, XLA on a CPU is five times slower with h @ E.T.
+        contract = (((1,), (hidden.ndim - 1,)), ((), ()))
+        logits = jax.lax.dot_general(
+            self.embedding[...], hidden, contract, preferred_element_type=jnp.float32
+        )  # [V, ...]
+        return jnp.moveaxis(logits, 0, -1)

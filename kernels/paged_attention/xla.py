@@ -21,7 +21,7 @@ _NOWHERE = jnp.iinfo(jnp.int32).max
 _FEW_ROWS = 48  # measured on CPU: with more rows per KV head one large product is faster
 # On CPU what a trip copies should still be in the core's cache when it is used; elsewhere a trip
 # should be long against the launch of its kernels.
-_CHUNK_BYTES = {"cpu": 1 << 18}
+_CHUNK_BYTES = {"cpu": 400 << 10}
 _CHUNK_BYTES_ELSEWHERE = 1 << 25
 
 
