@@ -25,6 +25,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
+        """Pages that can be taken."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:

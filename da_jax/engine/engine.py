@@ -18,10 +18,10 @@ from da_jax.cache.pages import PagePool
 from da_jax.engine import runner as device
 from da_jax.engine.config import MAX_STOP_IDS, EngineConfig
 from da_jax.engine.detokenize import TokenTable
-from da_jax.engine.request import Done, Event, PrefillProgress, Request
+from da_jax.engine.request import Done, Event, PrefillProgress, Request, TokenLogprob
 from da_jax.engine.sampling import key_of
 from da_jax.engine.scheduler import Scheduler
-from da_jax.engine.sequence import Choice, Sequence
+from da_jax.engine.sequence import Sequence
 from da_jax.models.qwen import Qwen3
 
 SPARE_ENTRIES = 64  # entries of a mask beyond two a page, see `shapes`
@@ -242,7 +242,7 @@ class Engine:
                     break
         return events
 
-    def _accept(self, sequence: Sequence, choice: Choice) -> list[Event]:
+    def _accept(self, sequence: Sequence, choice: TokenLogprob) -> list[Event]:
         events = sequence.accept(choice)
         if sequence.finish_reason:
             self.scheduler.remove(sequence)
@@ -298,7 +298,9 @@ def _wants_top(sequence: Sequence) -> bool:
     return bool(sequence.request.params.logprobs)
 
 
-def _host_choice(choice: device.Choice, at: int | tuple[int, int], sequence: Sequence) -> Choice:
+def _host_choice(
+    choice: device.Choice, at: int | tuple[int, int], sequence: Sequence
+) -> TokenLogprob:
     wanted = sequence.request.params.logprobs or 0
     top = zip(choice.top_ids[at][:wanted].tolist(), choice.top_logprobs[at][:wanted].tolist())
-    return Choice(int(choice.token[at]), float(choice.logprob[at]), tuple(top))
+    return TokenLogprob(int(choice.token[at]), float(choice.logprob[at]), tuple(top))

@@ -27,6 +27,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
+        """Whether nobody runs or waits."""
         return not self._waiting and not self.running
 
     def pages_for(self, sequence: Sequence) -> int:
@@ -34,6 +35,7 @@ class Scheduler:
         return -(-sequence.max_len // self._page_size)
 
     def enqueue(self, sequence: Sequence) -> None:
+        """Puts a sequence at the end of the queue."""
         self._waiting.append(sequence)
 
     def admit(self) -> None:

@@ -50,15 +50,6 @@ class View:
         return int(np.searchsorted(self.first, length))
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """One token that the device chose for a sequence."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
 class Sequence:
     """A request from admission to its last token.
 
@@ -91,7 +82,7 @@ class Sequence:
         self.prefilled = 0
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
-        self._page_size, self._width, self._table = page_size, entries, table
+        self._page_size, self._width = page_size, entries
         self._decoder = IncrementalDecoder(table)
         # A checkpoint that knows only the DA prompt gets it in the vanilla arm too, and then writes
         # tags there: that arm is the unmasked one.
@@ -140,17 +131,17 @@ class Sequence:
         given = self.request.forced[start : start + count]
         return [*given, *[-1] * (count - len(given))]
 
-    def accept(self, choice: Choice) -> list[Event]:
+    def accept(self, choice: TokenLogprob) -> list[Event]:
         """Takes the next response token and says what it brought about."""
         self._account()
-        self.tokens.append(choice.token)
+        self.tokens.append(choice.token_id)
         if self.request.params.logprobs is not None:
-            self._logprobs.append(TokenLogprob(choice.token, choice.logprob, choice.top))
+            self._logprobs.append(choice)
         forced = len(self.tokens) < len(self.request.forced)
-        if choice.token in self.stop_ids and not forced:
+        if choice.token_id in self.stop_ids and not forced:
             return self.finish("tool_call" if self._tracker.tool_called else "stop")
         events: list[Event] = []
-        for text, special in self._decoder.pieces([choice.token]):
+        for text, special in self._decoder.pieces([choice.token_id]):
             events += self._read(text, hidden=special)
         reason = None if forced else self._reason_to_end()
         return events + self.finish(reason) if reason else events
