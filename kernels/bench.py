@@ -4,7 +4,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -13,18 +13,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from da_jax.kernels.paged_attention import BlockMask, choose, compact, paged_attention, stack
+from da_jax.kernels.chips import current_target
+from da_jax.kernels.paged_attention import (
+    BlockMask,
+    KVPages,
+    choose,
+    compact,
+    empty_pages,
+    layout,
+    paged_attention,
+    stack,
+    tuning,
+    write_kv,
+)
+from da_jax.kernels.paged_attention.api import kernel_module, problem_of
+from da_jax.kernels.paged_attention.pool import QUANTIZED
+
+Q_DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*Q_DTYPES, *QUANTIZED)
+
+_TIMED_SECONDS = 0.02  # calls are sent in batches of about this length, so that the wait for the
+_MOST_CALLS = 200  # host is shared by many; on CPU, where calls would run side by side, one by one
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads and pages of the layer that is timed."""
+    """Heads and pages of the layer that is timed.
+
+    Attributes:
+        q_heads, kv_heads, head_dim: of the layer.
+        page_size: tokens a page.
+        dtype: of the queries.
+        kv_dtype: of the pages, by default that of the queries.
+    """
 
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 64
     dtype: str = "float32"
+    kv_dtype: str | None = None
 
 
 def machine() -> dict[str, str]:
@@ -63,13 +91,14 @@ def attention_rows(
         seed: of keys, values, page order and visible pages.
 
     Returns:
-        Rows `backend, context, batch, visible, ms, bytes, ratio`: `ms` is the median time of a
-        call, `bytes` the keys and values of its visible pages, and `ratio` the time relative to the
-        first of `visible`.
+        Rows `backend, context, batch, visible, ms, bytes, gb_per_s, roof_share, ratio`: `ms` is the
+        median time of a call, `bytes` the keys and values of its visible pages, `gb_per_s` their
+        rate, `roof_share` that rate as a share of the chip's peak (None where it is unknown), and
+        `ratio` the time relative to the first of `visible`.
 
     Raises:
         ValueError: a fraction outside (0, 1], or an unknown backend.
-        RuntimeError: a backend that cannot run here.
+        BackendError: a backend that cannot run here.
     """
     outside = [fraction for fraction in visible if not 0 < fraction <= 1]
     if outside:
@@ -97,36 +126,104 @@ def _case(
     q, kv_pages = _arrays(rng, context, batch, shape)
     masks = [_mask(rng, context, batch, fraction, shape) for fraction in visible]
     lengths = jnp.full((batch,), context, jnp.int32)
-    page_bytes = kv_pages.nbytes // kv_pages.shape[0]
+    page_bytes = layout(1, *_heads(shape)).page_bytes
+    chip = current_target().chip
     rows = []
     for name in names:
         attend = _program(name, shape)
         calls = [partial(attend, q, kv_pages, mask, lengths) for mask in masks]
-        times = _median_ms(calls, repeats)
+        times = median_ms(calls, repeats)
         for fraction, mask, ms in zip(visible, masks, times):
+            size = int(mask.count.sum()) * page_bytes
+            rate = size / (ms / 1e3)
             rows.append(
                 {
                     "backend": name,
                     "context": context,
                     "batch": batch,
                     "visible": fraction,
-                    "ms": round(ms, 3),
-                    "bytes": int(mask.count.sum()) * page_bytes,
+                    "ms": round(ms, 4),
+                    "bytes": size,
+                    "gb_per_s": round(rate / 1e9, 2),
+                    "roof_share": round(rate / chip.bandwidth, 3) if chip else None,
                     "ratio": round(ms / times[0], 4),
                 }
             )
     return rows
 
 
+def tune(
+    context: int = 32768,
+    batch: int = 1,
+    backend: str | None = None,
+    shape: Shape | None = None,
+    repeats: int = 7,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Times every setting that a kernel proposes, with all pages visible, and stores the best.
+
+    Args:
+        context, batch, shape, repeats, seed: as for `attention_rows`.
+        backend: a Pallas backend; None is the preferred one.
+
+    Returns:
+        Rows `backend, config, ms, stored, error`; the setting with `stored` is used from now on for
+        this kind of device and problem.
+
+    Raises:
+        ValueError: the backend has no settings, or tuning is turned off.
+        RuntimeError: the backend cannot run here (`BackendError`), or no setting did.
+    """
+    shape, target = shape or Shape(), current_target()
+    rng = np.random.default_rng(seed)
+    q, kv_pages = _arrays(rng, context, batch, shape)
+    mask, lengths = _mask(rng, context, batch, 1.0, shape), jnp.full((batch,), context, jnp.int32)
+    problem = problem_of(q, kv_pages, mask, None)
+    chosen = choose(backend, problem)
+    if not chosen.tunable:
+        raise ValueError(f"backend {chosen.name!r} has no settings to tune")
+    if tuning.path() is None:
+        raise ValueError("DA_JAX_TUNING is off: unset it, or let it name a file")
+    module, rows = kernel_module(chosen.name), []
+    for config in module.candidates(problem, target):
+        attend = jax.jit(
+            partial(
+                module.attend, scale=shape.head_dim**-0.5, softcap=None, window=None,
+                target=target, config=config, interpret=False,
+            )
+        )  # fmt: skip
+        row: dict[str, Any] = {"backend": chosen.name, "config": asdict(config)}
+        call = partial(attend, q, kv_pages, mask, lengths, jnp.ones_like(lengths))
+        try:
+            [ms] = median_ms([call], repeats)
+        except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+            rows.append(row | {"ms": None, "stored": False, "error": str(error).splitlines()[0]})
+        else:
+            rows.append(row | {"ms": round(ms, 4), "stored": False, "error": None})
+    timed = [row for row in rows if row["ms"] is not None]
+    if not timed:
+        raise RuntimeError(f"no setting of {chosen.name} ran: {[row['error'] for row in rows]}")
+    best = min(timed, key=lambda row: row["ms"])
+    best["stored"] = True
+    tuning.store(chosen.name, target, problem, best["config"])
+    return rows
+
+
+def _heads(shape: Shape) -> tuple[int, int, int, str]:
+    return shape.kv_heads, shape.page_size, shape.head_dim, shape.kv_dtype or shape.dtype
+
+
 def _arrays(
     rng: np.random.Generator, context: int, batch: int, shape: Shape
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, KVPages]:
+    """Random queries, and a pool of random pages in the layout that backends take."""
     pages = batch * -(-context // shape.page_size)
-    kv = (pages, 2, shape.kv_heads, shape.page_size, shape.head_dim)
-    q = (batch, 1, shape.q_heads, shape.head_dim)
-    dtype = jnp.dtype(shape.dtype)
-    draw = lambda size: jnp.asarray(rng.standard_normal(size, np.float32), dtype)
-    return draw(q), draw(kv)
+    keys = jax.random.split(jax.random.key(rng.integers(2**31)), 3)
+    q = jax.random.normal(keys[0], (batch, 1, shape.q_heads, shape.head_dim), shape.dtype)
+    size = (pages, shape.page_size, shape.kv_heads, shape.head_dim)
+    k, v = (jax.random.normal(key, size, shape.dtype) for key in keys[1:])
+    page, slot = np.indices(size[:2], np.int32)
+    return q, write_kv(empty_pages(layout(pages, *_heads(shape))), k, v, page, slot)
 
 
 def _mask(
@@ -150,12 +247,22 @@ def _program(name: str, shape: Shape) -> Callable[..., jax.Array]:
     )
 
 
-def _median_ms(calls: Sequence[Callable[[], jax.Array]], repeats: int) -> list[float]:
+def median_ms(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
     """Runs the calls in turn, `repeats` times after one warm-up; the median of each, in ms."""
-    taken = np.zeros((repeats + 1, len(calls)))
+    sent = []
+    for call in calls:
+        jax.block_until_ready(call())
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        once = time.perf_counter() - start
+        most = 1 if jax.default_backend() == "cpu" else _MOST_CALLS
+        sent.append(int(np.clip(_TIMED_SECONDS / once, 1, most)))
+    taken = np.zeros((repeats, len(calls)))
     for turn in taken:
         for i, call in enumerate(calls):
             start = time.perf_counter()
-            jax.block_until_ready(call())
-            turn[i] = time.perf_counter() - start
-    return (1e3 * np.median(taken[1:], axis=0)).tolist()
+            for _ in range(sent[i]):
+                last = call()
+            jax.block_until_ready(last)
+            turn[i] = (time.perf_counter() - start) / sent[i]
+    return (1e3 * np.median(taken, axis=0)).tolist()

@@ -1,10 +1,14 @@
+import os
+
 import pytest
 from support import tiny
 
 from da_jax import LLM, EngineConfig, Style
 
+os.environ["DA_JAX_TUNING"] = "off"  # results must not depend on what was measured here
+os.environ.setdefault("NPROC", "4")  # interpreting a GPU takes a thread for each warpgroup
 # The pool holds two sequences of the greatest length, or four short ones.
-PAGE_BYTES = 16 * 2 * 3 * 2 * 32 * 4
+PAGE_BYTES = 16 * 3 * 2 * 128 * 4
 ENGINE = EngineConfig(
     page_size=16, max_model_len=512, max_num_seqs=4, prefill_chunk=64, burst=8,
     kv_cache_bytes=64 * PAGE_BYTES,

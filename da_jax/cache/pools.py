@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from da_jax.kernels.paged_attention import KVPages, Layout, empty_pages, layout
 from da_jax.models.config import ModelConfig
 
 
@@ -18,14 +18,22 @@ class PoolPlan:
     """How many pages fit, and what they cost.
 
     Attributes:
-      page_size: tokens a page.
-      num_pages: pages in the pool (every layer has its own buffer of this many).
-      bytes: device bytes of all layers together.
+      form: layout of the pages of a layer; every layer has its own buffer of this many.
+      layers: layers that have pages.
     """
 
-    page_size: int
-    num_pages: int
-    bytes: int
+    form: Layout
+    layers: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool."""
+        return self.form.num_pages
+
+    @property
+    def bytes(self) -> int:
+        """Device bytes of all layers together."""
+        return self.layers * self.num_pages * self.form.page_bytes
 
 
 def plan(
@@ -34,7 +42,7 @@ def plan(
     page_size: int,
     max_tokens: int,
     sequences: int,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     budget_bytes: int,
 ) -> PoolPlan:
     """Pages for `sequences` sequences of `max_tokens`, or as many as the budget holds.
@@ -42,7 +50,8 @@ def plan(
     Raises:
       ValueError: when not even one sequence of `max_tokens` fits.
     """
-    page_bytes = config.kv_elements_per_token * page_size * jnp.dtype(dtype).itemsize
+    form = layout(1, config.num_kv_heads, page_size, config.head_dim, dtype)
+    page_bytes = config.num_layers * form.page_bytes
     per_sequence = -(-max_tokens // page_size)
     num_pages = min(per_sequence * sequences, budget_bytes // page_bytes)
     if num_pages < per_sequence:
@@ -51,10 +60,9 @@ def plan(
             f"MiB of KV cache, the budget is {budget_bytes / 2**20:.0f} MiB; lower max_model_len "
             "or raise kv_cache_bytes"
         )
-    return PoolPlan(page_size, num_pages, num_pages * page_bytes)
+    return PoolPlan(dataclasses.replace(form, num_pages=num_pages), config.num_layers)
 
 
-def allocate(config: ModelConfig, pool: PoolPlan, dtype: jnp.dtype) -> list[jax.Array]:
-    """Zeroed pages [P, 2, HKV, PS, D] for each layer; index 0 of axis 1 is K, index 1 is V."""
-    shape = (pool.num_pages, 2, config.num_kv_heads, pool.page_size, config.head_dim)
-    return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]
+def allocate(pool: PoolPlan) -> list[KVPages]:
+    """Zeroed pages for each layer."""
+    return [empty_pages(pool.form) for _ in range(pool.layers)]

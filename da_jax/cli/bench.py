@@ -4,31 +4,91 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from da_jax.kernels.bench import Shape
+
 Row = dict[str, Any]
+
+
+def shape(
+    q_heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: str, kv_dtype: str | None
+) -> Shape:
+    """The layer to time.
+
+    Raises:
+        ValueError: sizes that make no layer, or a dtype that pages or queries cannot have.
+    """
+    import jax
+
+    from da_jax.kernels import bench
+
+    sizes = (q_heads, kv_heads, head_dim, page_size)
+    if min(sizes) < 1 or q_heads % kv_heads:
+        raise ValueError(
+            f"--q-heads {q_heads}, --kv-heads {kv_heads}, --head-dim {head_dim}, --page-size "
+            f"{page_size}: all must be positive, and the query heads a multiple of the KV heads"
+        )
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    for name, value, allowed in (
+        ("--dtype", dtype, bench.Q_DTYPES),
+        ("--kv-dtype", kv_dtype or dtype, bench.KV_DTYPES),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    return bench.Shape(*sizes, dtype, kv_dtype)
 
 
 def attention(
     contexts: list[int] | None,
     batches: list[int] | None,
     backends: list[str] | None,
+    heads: Shape,
     as_json: bool,
 ) -> None:
     """Times the attention operation."""
     from da_jax.kernels import bench
 
+    _check_positive(contexts, batches)
+    given = {"contexts": contexts, "batches": batches, "backends": backends}
+    rows = bench.attention_rows(shape=heads, **{k: value for k, value in given.items() if value})
+    _print(rows, as_json, _machine())
+
+
+def tune(
+    contexts: list[int] | None,
+    batches: list[int] | None,
+    backends: list[str] | None,
+    heads: Shape,
+    as_json: bool,
+) -> None:
+    """Measures the settings of kernels and stores the best of each."""
+    from da_jax.kernels import bench
+    from da_jax.kernels.paged_attention import tuning
+
+    _check_positive(contexts, batches)
+    names: list[str | None] = [*backends] if backends else [None]
+    rows = [
+        {"context": context, "batch": batch} | row
+        for context in contexts or [32768]
+        for batch in batches or [1, 8]
+        for backend in names
+        for row in bench.tune(context, batch, backend, heads)
+    ]
+    _print(rows, as_json, f"{_machine()}; kept in {tuning.path()}")
+
+
+def _check_positive(contexts: list[int] | None, batches: list[int] | None) -> None:
     for name, values in (("--context", contexts), ("--batch", batches)):
         if values and min(values) < 1:
             raise ValueError(f"{name} is {min(values)}; it must be at least 1")
-    given = {"contexts": contexts, "batches": batches, "backends": backends}
-    rows = bench.attention_rows(**{name: value for name, value in given.items() if value})
-    _print(rows, as_json, _machine())
 
 
 def scanner(as_json: bool) -> None:
@@ -95,7 +155,7 @@ def _engine_row(model: str, prompts: np.ndarray, new_tokens: int, dtype: str) ->
     steps = new_tokens - 1  # the first token comes from the prefill
     return {
         "engine": "da-jax",
-        "dtype": str(llm.engine.runner.pages[0].dtype),
+        "dtype": llm.engine.runner.pool.form.dtype,
         "batch": batch,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,

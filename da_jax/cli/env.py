@@ -23,13 +23,17 @@ def collect() -> dict[str, Any]:
 
     from da_jax.kernels.paged_attention import backends, choose
 
+    rows, default = backends(), choose().name
+    before = [row.name for row in rows if not row.available]
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "platform": jax.default_backend(),
         "devices": [device.device_kind for device in jax.devices()],
-        "attention": [row._asdict() for row in backends()],
-        "attention_default": choose().name,
+        "attention": [row._asdict() for row in rows],
+        "attention_default": default,
+        "attention_why": f"first of {', '.join(row.name for row in rows)} that runs here"
+        + (f"; {', '.join(before)} cannot" if before else ""),
     }
 
 
@@ -44,10 +48,10 @@ def run(as_json: bool) -> None:
     for name, version in facts["packages"].items():
         table.add_row(name, version or "[dim]not installed[/]")
     table.add_row("devices", f"{facts['platform']}: {', '.join(facts['devices'])}")
+    table.add_row("attention", Text(f"{facts['attention_default']}: {facts['attention_why']}"))
     for row in facts["attention"]:
-        note = "default" if row["name"] == facts["attention_default"] else "available"
-        note = note if row["available"] else row["reason"]
-        table.add_row(f"attention {row['name']}", Text(note))
+        note = f"available, pages of {', '.join(row['pages'])}"
+        table.add_row(f"  {row['name']}", Text(note if row["available"] else row["reason"]))
     Console().print(table)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -124,12 +124,42 @@ def attention(
     context: Annotated[list[int] | None, typer.Option(help="Tokens; may be repeated.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help="Backend; may be repeated.")] = None,
+    q_heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 128,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    dtype: Annotated[
+        str, typer.Option(help="Of the queries: float32, bfloat16, float16; auto by device.")
+    ] = "auto",
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of the pages, also int8 and float8_e4m3fn.")
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option(help="Measure the settings of the kernel and keep the best.")
+    ] = False,
     json_: Json = False,
 ) -> None:
     """Time the attention operation against the share of visible pages."""
     from da_jax.cli import bench as command
 
-    command.attention(context, batch, backend, json_)
+    heads = command.shape(q_heads, kv_heads, head_dim, page_size, dtype, kv_dtype)
+    work = command.tune if tune else command.attention
+    work(context, batch, backend, heads, json_)
+
+
+@bench.command()
+def aot(
+    target: Annotated[
+        list[str] | None, typer.Option(help="Chip, such as H200 or TPU7x; may be repeated.")
+    ] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="Backend; may be repeated.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="The whole matrix; many minutes.")] = False,
+    json_: Json = False,
+) -> None:
+    """Compile the attention kernels for TPUs and GPUs that are not there, and check the result."""
+    from da_jax.cli import aot as command
+
+    command.run(target, backend, full, json_)
 
 
 @bench.command()
@@ -163,5 +193,15 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        print(f"da-jax: {error}", file=sys.stderr)
-        sys.exit(1)
+        _fail(error)
+    except RuntimeError as error:
+        from da_jax.kernels.paged_attention import BackendError
+
+        if not isinstance(error, BackendError):
+            raise
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    print(f"da-jax: {error}", file=sys.stderr)
+    sys.exit(1)

@@ -19,7 +19,13 @@ from flax import nnx
 from da_jax.cache import pools
 from da_jax.engine.config import MAX_LOGPROBS
 from da_jax.engine.sampling import SamplingRows, choose
-from da_jax.kernels.paged_attention import BlockMask, paged_attention, write_kv
+from da_jax.kernels.paged_attention import (
+    BlockMask,
+    KVPages,
+    layout_of,
+    paged_attention,
+    write_kv,
+)
 from da_jax.models.qwen import Qwen3
 
 
@@ -106,7 +112,7 @@ class PagedAttend:
     """Writes a layer's new keys and values into its pages, then attends to what the mask shows.
 
     Args:
-      pages: KV pages [P, 2, HKV, PS, D] of each layer; replaced by the written ones.
+      pages: KV pages of each layer; replaced by the written ones.
       page, slot: int32 [B, T], where each new token goes; page P drops it.
       mask: what each row sees.
       lengths: int32 [B], KV tokens of each row including the new ones.
@@ -117,7 +123,7 @@ class PagedAttend:
 
     def __init__(
         self,
-        pages: list[jax.Array],
+        pages: list[KVPages],
         page: jax.Array,
         slot: jax.Array,
         mask: BlockMask,
@@ -150,14 +156,14 @@ def visible_entries(mask: BlockMask, page_size: int, lengths: jax.Array) -> Bloc
 
 def forward(
     model: Qwen3,
-    pages: list[jax.Array],
+    pages: list[KVPages],
     tokens: jax.Array,
     position: jax.Array,
     q_lens: jax.Array,
     rows: Rows,
     *,
     impl: str | None,
-) -> tuple[jax.Array, list[jax.Array], jax.Array]:
+) -> tuple[jax.Array, list[KVPages], jax.Array]:
     """Runs new tokens through the model and its paged cache.
 
     Args:
@@ -172,16 +178,16 @@ def forward(
     Returns:
       (hidden states [B, T, E], the written pages, entries read a row int32 [B]).
     """
-    num_pages, _, _, page_size, _ = pages[0].shape
+    form = layout_of(pages[0], model.config.head_dim)
     steps = jnp.arange(tokens.shape[1])
     positions = position[:, None] + steps
     real = steps < q_lens[:, None]
-    block = jnp.minimum(positions // page_size, rows.block_table.shape[1] - 1)
-    page = jnp.where(real, jnp.take_along_axis(rows.block_table, block, axis=1), num_pages)
+    block = jnp.minimum(positions // form.page_size, rows.block_table.shape[1] - 1)
+    page = jnp.where(real, jnp.take_along_axis(rows.block_table, block, axis=1), form.num_pages)
     lengths = jnp.where(q_lens > 0, position + q_lens, 0)
-    mask = visible_entries(rows.mask, page_size, lengths)
+    mask = visible_entries(rows.mask, form.page_size, lengths)
     attend = PagedAttend(
-        pages, page, positions % page_size, mask, lengths, q_lens,
+        pages, page, positions % form.page_size, mask, lengths, q_lens,
         scale=model.config.head_dim**-0.5, impl=impl,
     )  # fmt: skip
     hidden = model(tokens, positions, attend)
@@ -195,7 +201,7 @@ class Runner:
       model: the model.
       shapes: static shapes.
       pool: size of the KV pool.
-      dtype: dtype of the KV pages.
+      dtype: what the model computes in.
       pauses: bool [V], tokens at which a burst pauses a row: their text contains `>`.
       valid: bool [V], tokens that may be chosen.
       impl: attention backend, None to choose by platform.
@@ -214,7 +220,7 @@ class Runner:
     ):
         self.shapes, self.pool, self.impl = shapes, pool, impl
         self._graph, self._state = nnx.split(model)
-        self.pages = pools.allocate(model.config, pool, dtype)
+        self.pages = pools.allocate(pool)
         self._vocabulary = model.config.vocab_size
         self._pauses, self._valid = jnp.asarray(pauses), jnp.asarray(valid)
         # An accelerator would multiply float32 in bfloat16 passes; who asks for float32 wants it.

@@ -164,11 +164,6 @@ class ModelConfig:
         """Reads `folder/config.json`."""
         return cls.from_hf(read_json(folder / "config.json"))
 
-    @property
-    def kv_elements_per_token(self) -> int:
-        """Numbers that one token adds to the KV cache over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
 
 _REQUIRED = (
     "vocab_size",

@@ -1,14 +1,30 @@
 """Choosing a backend and calling it."""
 
+from __future__ import annotations
+
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from da_jax.kernels.paged_attention import reference, xla
-from da_jax.kernels.paged_attention.mask import Array, BlockMask
+from da_jax.kernels import chips
+from da_jax.kernels.chips import Target, current_target
+from da_jax.kernels.paged_attention import reference, support, tuning, xla
+from da_jax.kernels.paged_attention.mask import Array, BlockMask, validate
+from da_jax.kernels.paged_attention.pool import KVPages, layout_of
+from da_jax.kernels.paged_attention.support import Problem
+
+INTERPRET = ":interpret"
+"""Suffix of `impl` that runs a Pallas kernel in its interpreter: slow, exact, on any machine."""
+
+
+class BackendError(RuntimeError):
+    """The backend that was asked for cannot run here, or not this problem; says why."""
 
 
 @dataclass(frozen=True)
@@ -17,58 +33,131 @@ class Backend:
 
     Attributes:
         name: what `impl` calls it.
-        attend: `(q, kv_pages, mask, lengths, q_lens, *, scale, softcap, window) -> (out, lse)`.
-        obstacle: says why it cannot run here, or None where it can.
+        attend: `(q, kv_pages, mask, lengths, q_lens, *, scale, softcap, window, target)` to
+            `(out, lse)`.
+        obstacle: says why it cannot run on a device, or None where it can.
+        refuses: says why it does not take a problem on a device, or None where it does.
+        target: the device that an interpreter stands for; None for the device at hand.
+        tunable: whether its module has settings that can be measured.
     """
 
     name: str
     attend: Callable[..., tuple[jax.Array, jax.Array]]
-    obstacle: Callable[[], str | None]
+    obstacle: Callable[[Target], str | None]
+    refuses: Callable[[Problem, Target], str | None]
+    target: Target | None = None
+    tunable: bool = False
 
 
 class BackendRow(NamedTuple):
-    """A line of `backends()`; `reason` is empty where the backend is available."""
+    """A line of `backends()`.
+
+    Attributes:
+        name: of the backend.
+        available: whether it runs on the device at hand.
+        reason: why not, empty where it does.
+        pages: dtypes of the pages it takes there.
+    """
 
     name: str
     available: bool
     reason: str
+    pages: tuple[str, ...]
+
+
+def kernel_module(name: str) -> ModuleType:
+    """Imports a Pallas backend; what it needs of JAX is loaded only then."""
+    return importlib.import_module(f"da_jax.kernels.paged_attention.{name}")
+
+
+def _pallas(name: str, *, interpret_as: Target | None = None) -> Backend:
+    """A backend whose module is imported when it is first asked for something."""
+
+    def attend(q, kv_pages, mask, lengths, q_lens, *, scale, softcap, window, target):
+        module = kernel_module(name)
+        asked = problem_of(q, kv_pages, mask, window)
+        stored = None if interpret_as else tuning.stored(name, target, asked)
+        return module.attend(
+            q, kv_pages, mask, lengths, q_lens, scale=scale, softcap=softcap, window=window,
+            target=target, config=module.Config(**stored) if stored else None,
+            interpret=interpret_as is not None,
+        )  # fmt: skip
+
+    def refuses(problem: Problem, target: Target) -> str | None:
+        reason = support.refuses_dtype(name, problem, target)
+        return reason or kernel_module(name).refuses(problem, target)
+
+    if interpret_as is None:
+        here = lambda target: support.obstacle(name, target)
+        return Backend(name, attend, here, refuses, tunable=True)
+    missing = lambda target: support.missing(name)
+    return Backend(name + INTERPRET, attend, missing, refuses, interpret_as)
+
+
+def _portable(name: str, attend: Callable[..., tuple[jax.Array, jax.Array]]) -> Backend:
+    return Backend(name, attend, lambda target: None, lambda problem, target: None)
 
 
 _BACKENDS = [
-    Backend("xla", xla.attend, lambda: None),
-    Backend("reference", reference.attend, lambda: None),
+    _pallas("mosaic_tpu"),
+    _pallas("mosaic_gpu"),
+    _pallas("triton"),
+    _portable("xla", xla.attend),
+    _portable("reference", reference.attend),
 ]
-"""In order of preference: `impl=None` takes the first that can run."""
+"""In order of preference: `impl=None` takes the first that can run what is asked."""
+
+_INTERPRETED = [
+    _pallas("mosaic_tpu", interpret_as=chips.target("tpu", "TPU v5 lite")),
+    _pallas("mosaic_gpu", interpret_as=chips.target("gpu", "NVIDIA H200")),
+    _pallas("triton", interpret_as=chips.target("gpu", "NVIDIA H200")),
+]
 
 
 def backends() -> list[BackendRow]:
     """Lists the attention backends, the preferred one first, and why any cannot run here."""
-    found = ((backend.name, backend.obstacle()) for backend in _BACKENDS)
-    return [BackendRow(name, reason is None, reason or "") for name, reason in found]
+    target = current_target()
+    rows = []
+    for backend in _BACKENDS:
+        reason = backend.obstacle(target)
+        pages = () if reason else support.page_dtypes(backend.name, target)
+        rows.append(BackendRow(backend.name, reason is None, reason or "", pages))
+    return rows
 
 
-def choose(impl: str | None = None) -> Backend:
-    """Returns the named backend, or the preferred one.
+def choose(impl: str | None = None, problem: Problem | None = None) -> Backend:
+    """Returns the named backend, or the preferred one that can run here.
+
+    Args:
+        impl: name of a backend, with `:interpret` after it for its interpreter.
+        problem: what it must be able to compute; None asks for the device alone.
 
     Raises:
         ValueError: no backend has that name.
-        RuntimeError: the backend cannot run here; the message says why.
+        BackendError: the backend cannot run here, or not this problem; the message says why.
     """
-    rows = backends()
+    here = current_target()
     if impl is None:
-        impl = next(row.name for row in rows if row.available)
-    for backend, row in zip(_BACKENDS, rows):
-        if row.name == impl and row.available:
-            return backend
-        if row.name == impl:
-            raise RuntimeError(f"attention backend {impl!r} cannot run here: {row.reason}")
-    names = ", ".join(row.name for row in rows)
+        return next(backend for backend in _BACKENDS if _reason(backend, problem, here) is None)
+    for backend in [*_BACKENDS, *_INTERPRETED]:
+        if backend.name == impl:
+            reason = _reason(backend, problem, here)
+            if reason is None:
+                return backend
+            raise BackendError(f"attention backend {impl!r} cannot run this here: {reason}")
+    names = ", ".join(backend.name for backend in [*_BACKENDS, *_INTERPRETED])
     raise ValueError(f"unknown attention backend {impl!r}: choose one of {names}")
+
+
+def _reason(backend: Backend, problem: Problem | None, here: Target) -> str | None:
+    target = backend.target or here
+    reason = backend.obstacle(target)
+    return reason if reason or problem is None else backend.refuses(problem, target)
 
 
 def paged_attention(
     q: Array,
-    kv_pages: Array,
+    kv_pages: KVPages,
     mask: BlockMask,
     lengths: Array,
     q_lens: Array | None = None,
@@ -88,15 +177,19 @@ def paged_attention(
 
     Args:
         q: `[B, T, HQ, D]` queries, already rotated.
-        kv_pages: `[P, 2, HKV, PS, D]` keys (index 0) and values (1); `HQ` is a multiple of `HKV`.
-        mask: the visible slots. Its page ids are trusted: see `validate`.
+        kv_pages: `[P, 2, HKV, PS, D]` keys (index 0) and values (1), or another layout of `pool`:
+            packed for a head dim up to 64, `QuantizedPages` for 8 bits. `HQ` is a multiple of
+            `HKV`.
+        mask: the visible slots. Masks on the host are checked here; inside a jitted function page
+            ids are trusted: see `validate`.
         lengths: `[B]` int32 tokens of each sequence so far, the queries included.
         q_lens: `[B]` int32 queries of each sequence; all `T` by default.
         scale: factor on the scores.
         softcap: bounds the scaled scores to `softcap * tanh(score / softcap)`.
         window: how many positions back a query sees, itself included.
         return_lse: also return the log of the sum of exponentials.
-        impl: name of the backend; the best that can run here by default.
+        impl: name of the backend, with `:interpret` after a Pallas one for its interpreter; the
+            best that can run this here by default.
 
     Returns:
         `[B, T, HQ, D]` in the dtype of `q`, and with `return_lse` also float32 `[B, T, HQ]`. Rows
@@ -104,17 +197,19 @@ def paged_attention(
 
     Raises:
         ValueError: shapes that do not belong together, or an unknown `impl`.
-        RuntimeError: `impl` cannot run here.
+        BackendError: `impl` cannot run this here.
     """
-    _check(q, kv_pages, mask, softcap, window)
-    backend = choose(impl)
+    problem = problem_of(q, kv_pages, mask, window)
+    _check(q, problem, mask, softcap, window)
+    backend = choose(impl, problem)
     lengths = _per_sequence("lengths", lengths, q.shape[0])
     q_lens = jnp.full_like(lengths, q.shape[1]) if q_lens is None else q_lens
     q_lens = _per_sequence("q_lens", q_lens, q.shape[0])
     q, kv_pages, mask = jax.tree.map(jnp.asarray, (q, kv_pages, mask))
     out, lse = backend.attend(
-        q, kv_pages, mask, lengths, q_lens, scale=scale, softcap=softcap, window=window
-    )
+        q, kv_pages, mask, lengths, q_lens, scale=scale, softcap=softcap, window=window,
+        target=backend.target or current_target(),
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -128,21 +223,34 @@ def _per_sequence(name: str, values: Array, batch: int) -> jax.Array:
     return values.astype(jnp.int32)
 
 
+def problem_of(q: Array, kv_pages: KVPages, mask: BlockMask, window: int | None) -> Problem:
+    """Describes a call by what shapes its program.
+
+    Raises:
+        ValueError: arrays of the wrong rank, or pages that hold no heads of this size.
+    """
+    if q.ndim != 4 or mask.page.ndim != 2:
+        raise ValueError(f"q {q.shape} must be [B, T, HQ, D] and the mask {mask.page.shape} [B, W]")
+    form = layout_of(kv_pages, q.shape[3])
+    batch, queries, q_heads, _ = q.shape
+    dtype = jnp.dtype(q.dtype).name
+    return Problem(batch, queries, q_heads, mask.page.shape[1], dtype, form, window is not None)
+
+
 def _check(
-    q: Array, kv_pages: Array, mask: BlockMask, softcap: float | None, window: int | None
+    q: Array, problem: Problem, mask: BlockMask, softcap: float | None, window: int | None
 ) -> None:
-    if q.ndim != 4 or kv_pages.ndim != 5 or kv_pages.shape[1] != 2:
+    form = problem.form
+    if q.shape[2] % form.kv_heads:
         raise ValueError(
-            f"q {q.shape} must be [B, T, HQ, D] and kv_pages {kv_pages.shape} [P, 2, HKV, PS, D]"
+            f"q {q.shape} does not fit kv_pages {form.shape}: the query heads must be a multiple "
+            f"of the {form.kv_heads} KV heads"
         )
-    if q.shape[3] != kv_pages.shape[4] or q.shape[2] % kv_pages.shape[2]:
-        raise ValueError(
-            f"q {q.shape} does not fit kv_pages {kv_pages.shape}: head dims must be equal and the "
-            "query heads a multiple of the KV heads"
-        )
-    if mask.page.ndim != 2 or mask.page.shape[0] != q.shape[0]:
+    if mask.page.shape[0] != q.shape[0]:
         raise ValueError(f"mask for {mask.page.shape} does not fit a batch of {q.shape[0]}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap {softcap}: give a positive number, or None for no cap")
     if window is not None and window < 1:
         raise ValueError(f"window {window}: give at least 1 (the query itself), or None")
+    if all(isinstance(x, np.ndarray) for x in mask):
+        validate(mask, form.num_pages, form.page_size)

@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 
+from da_jax.kernels.chips import Target
 from da_jax.kernels.paged_attention.mask import BlockMask
+from da_jax.kernels.paged_attention.pool import KVPages, layout_of, read_pages
 
 
 def attend(
     q: jax.Array,
-    kv_pages: jax.Array,
+    kv_pages: KVPages,
     mask: BlockMask,
     lengths: jax.Array,
     q_lens: jax.Array,
@@ -16,13 +18,20 @@ def attend(
     scale: float,
     softcap: float | None,
     window: int | None,
+    target: Target,
 ) -> tuple[jax.Array, jax.Array]:
     """Backend of `paged_attention`: the output `[B, T, HQ, D]` and the float32 lse `[B, T, HQ]`."""
-    hq, (_, _, hkv, page_size, _) = q.shape[2], kv_pages.shape
-    seen = _seen(mask, lengths, q_lens, q.shape[1], page_size, window)
-    listed = kv_pages.astype(jnp.float32)[mask.page]  # [B, W, 2, HKV, PS, D]
-    listed = jnp.where(seen.any(1)[:, :, None, None, :, None], listed, 0)
-    keys, values = (jnp.repeat(listed[:, :, side], hq // hkv, axis=2) for side in (0, 1))
+    del target  # it runs alike everywhere
+    form = layout_of(kv_pages, q.shape[3])
+    seen = _seen(mask, lengths, q_lens, q.shape[1], form.page_size, window)
+    wanted = seen.any(1)[:, :, None, :, None]  # [B, W, 1, PS, 1]
+
+    def listed(side):
+        x, scales = read_pages(kv_pages, form, mask.page, side)  # [B, W, HKV, PS, D]
+        x = x.astype(jnp.float32) if scales is None else x.astype(jnp.float32) * scales[..., None]
+        return jnp.repeat(jnp.where(wanted, x, 0), q.shape[2] // form.kv_heads, axis=2)
+
+    keys, values = listed(0), listed(1)
     with jax.default_matmul_precision("highest"):
         scores = scale * jnp.einsum("bthd,bwhsd->bthws", q.astype(jnp.float32), keys)
         if softcap is not None:

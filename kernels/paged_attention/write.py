@@ -1,17 +1,29 @@
 """Writing new keys and values into the pages."""
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from da_jax.kernels.paged_attention.pool import (
+    PACKED_LANES,
+    VALUE_LANE,
+    KVPages,
+    QuantizedPages,
+    layout_of,
+    quantize,
+)
 
 
 def write_kv(
-    kv_pages: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array
-) -> jax.Array:
+    kv_pages: KVPages, k: jax.Array, v: jax.Array, pages: jax.Array, slots: jax.Array
+) -> KVPages:
     """Scatters new keys and values into their slots; in place where the buffer is donated.
 
     Args:
-        kv_pages: `[P, 2, HKV, PS, D]` pool of pages, keys at index 0 and values at 1.
-        k: `[B, T, HKV, D]` keys, cast to the dtype of the pool.
+        kv_pages: pool of pages in any layout.
+        k: `[B, T, HKV, D]` keys, cast to the dtype of the pool, or rounded to 8 bits with a scale.
         v: `[B, T, HKV, D]` values.
         pages: `[B, T]` int32 physical page of each token. A token whose page is `P` is dropped.
         slots: `[B, T]` int32 slot in the page.
@@ -22,14 +34,35 @@ def write_kv(
     Raises:
         ValueError: shapes that do not belong together.
     """
-    num_pages, _, hkv, _, d = kv_pages.shape
-    want = (*pages.shape, hkv, d)
+    form = layout_of(kv_pages, k.shape[-1])
+    want = (*pages.shape, form.kv_heads, form.head_dim)
     if k.shape != want or v.shape != want or slots.shape != pages.shape:
         raise ValueError(
             f"k {k.shape}, v {v.shape}, pages {pages.shape}, slots {slots.shape} do not fit the "
-            f"pool {kv_pages.shape}: k and v must be {want}"
+            f"pool {form.shape}: k and v must be {want}"
         )
-    new = jnp.stack([k, v], axis=2).astype(kv_pages.dtype)
-    # Negative indices would count from the end and overwrite somebody's tokens.
-    pages = jnp.where(pages < 0, num_pages, pages)
-    return kv_pages.at[pages, :, :, slots].set(new, mode="drop")
+    # Negative indices would count from the end, and rows of scales are longer than a page.
+    inside = (pages >= 0) & (slots >= 0) & (slots < form.page_size)
+    pages = jnp.where(inside, pages, form.num_pages)
+
+    def put(array, new):
+        # Indices for every axis but the lanes: with slices XLA on TPU copies the pool.
+        at = pages[..., None, None], *np.indices(array.shape[1:3]), slots[..., None, None]
+        return array.at[at].set(new.astype(array.dtype), mode="drop")
+
+    if not isinstance(kv_pages, QuantizedPages):
+        return put(kv_pages, _rows(k, v, form.packed))
+    (k, k_scale), (v, v_scale) = (quantize(x, form.dtype) for x in (k, v))
+    scales = jnp.stack([k_scale, v_scale], axis=2)  # [B, T, 2, HKV]
+    values, old_scales = (cast(jax.Array, x) for x in kv_pages)
+    return QuantizedPages(put(values, _rows(k, v, form.packed)), put(old_scales, scales))
+
+
+def _rows(k: jax.Array, v: jax.Array, packed: bool) -> jax.Array:
+    """Keys and values as the pool has them: `[B, T, 2, HKV, D]` or packed `[B, T, 1, HKV, 128]`."""
+    if not packed:
+        return jnp.stack([k, v], axis=2)
+    pad = [(0, 0)] * (k.ndim - 1)
+    k = jnp.pad(k, [*pad, (0, VALUE_LANE - k.shape[-1])])
+    v = jnp.pad(v, [*pad, (0, PACKED_LANES - VALUE_LANE - v.shape[-1])])
+    return jnp.concatenate([k, v], axis=-1)[:, :, None]

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from da_jax.kernels.chips import Target
 from da_jax.kernels.paged_attention.mask import BlockMask
+from da_jax.kernels.paged_attention.pool import KVPages, Layout, layout_of, read_pages
 
 _NOWHERE = jnp.iinfo(jnp.int32).max
 _FEW_ROWS = 48  # measured on CPU: with more rows per KV head one large product is faster
@@ -42,7 +44,7 @@ class _State(NamedTuple):
 
 def attend(
     q: jax.Array,
-    kv_pages: jax.Array,
+    kv_pages: KVPages,
     mask: BlockMask,
     lengths: jax.Array,
     q_lens: jax.Array,
@@ -50,12 +52,13 @@ def attend(
     scale: float,
     softcap: float | None,
     window: int | None,
+    target: Target,
 ) -> tuple[jax.Array, jax.Array]:
     """Backend of `paged_attention`: the output `[B, T, HQ, D]` and the float32 lse `[B, T, HQ]`."""
     _, t, hq, d = q.shape
-    _, _, hkv, page_size, _ = kv_pages.shape
-    width = mask.page.shape[1]
-    chunk = _chunk(q, kv_pages, width)
+    form = layout_of(kv_pages, d)
+    hkv, page_size, width = form.kv_heads, form.page_size, mask.page.shape[1]
+    chunk = _chunk(t * hq, form, width, target)
     step = chunk.tiles * chunk.pages
     padded = [jnp.pad(x, ((0, 0), (0, -width % step))) for x in mask[:3]]
     # A float32 model wants float32 products; on accelerators the default would be less.
@@ -76,7 +79,7 @@ def attend(
             if window is not None:
                 seen &= position[:, None] > query[:, None] - window
                 wanted &= position > length - q_len - window
-            k, v = (_fetch(kv_pages, entry[0], side, chunk) for side in (0, 1))
+            k, v = (_fetch(kv_pages, form, entry[0], side, chunk) for side in (0, 1))
             # A hidden slot may hold anything, and zero times NaN would be NaN.
             v = jnp.where(wanted[:, None, :, None], v, 0)
             tiled = jnp.broadcast_to(rows, (chunk.tiles, *rows.shape))
@@ -92,12 +95,11 @@ def attend(
     return out.astype(q.dtype), lse
 
 
-def _chunk(q: jax.Array, kv_pages: jax.Array, width: int) -> _Chunk:
+def _chunk(rows: int, form: Layout, width: int, target: Target) -> _Chunk:
     """Chooses a chunk whose keys and values, and whose scores, fill the room for one trip."""
-    _, _, hkv, page_size, d = kv_pages.shape
-    rows = q.shape[1] * q.shape[2]
-    room = _CHUNK_BYTES.get(jax.default_backend(), _CHUNK_BYTES_ELSEWHERE)
-    slot_bytes = max(2 * hkv * d * 4, rows * 4)
+    hkv, page_size = form.kv_heads, form.page_size
+    room = _CHUNK_BYTES.get(target.platform, _CHUNK_BYTES_ELSEWHERE)
+    slot_bytes = max(2 * hkv * form.head_dim * 4, rows * 4)
     pages = max(1, min(width, room // (slot_bytes * page_size)))
     if rows // hkv > _FEW_ROWS:
         return _Chunk(1, pages)
@@ -114,12 +116,16 @@ def _positions(span: jax.Array, block: jax.Array, live: jax.Array, page_size: in
     return jnp.where(shown, block[:, None] * page_size + slot, _NOWHERE)
 
 
-def _fetch(kv_pages: jax.Array, page: jax.Array, side: int, chunk: _Chunk) -> jax.Array:
+def _fetch(kv_pages: KVPages, form: Layout, page: jax.Array, side: int, chunk: _Chunk) -> jax.Array:
     """Copies keys (side 0) or values (1) of pages to float32 `[tiles, HKV, pages * PS, D]`."""
-    _, _, hkv, page_size, d = kv_pages.shape
-    x = kv_pages.at[page, side].get(mode="clip")
-    x = x.reshape(chunk.tiles, chunk.pages, hkv, page_size, d).swapaxes(1, 2)
-    return x.reshape(chunk.tiles, hkv, chunk.pages * page_size, d).astype(jnp.float32)
+    x, scales = read_pages(kv_pages, form, page, side)
+
+    def tiled(x):
+        x = x.reshape(chunk.tiles, chunk.pages, form.kv_heads, form.page_size, -1).swapaxes(1, 2)
+        return x.reshape(chunk.tiles, form.kv_heads, chunk.pages * form.page_size, -1)
+
+    x = tiled(x).astype(jnp.float32)
+    return x if scales is None else x * tiled(scales)
 
 
 def _nothing(rows: jax.Array) -> _State:

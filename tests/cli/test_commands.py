@@ -99,7 +99,8 @@ def test_env_tells_backends_and_versions(da_jax):
     assert code == 0 and facts["packages"]["jax"] and facts["devices"]
     assert {row["name"]: row["available"] for row in facts["attention"]}["xla"]
     assert facts["attention_default"] == "xla"
-    assert "attention xla" in da_jax("env")[1]
+    assert facts["attention_why"].startswith("first of mosaic_tpu, mosaic_gpu, triton, xla")
+    assert "needs a TPU" in da_jax("env")[1]
 
 
 def test_convert_writes_an_orbax_checkpoint_that_loads(da_jax, tiny_folder, tmp_path):
@@ -114,6 +115,21 @@ def test_bench_attention_prints_rows(da_jax):
     assert code == 0 and {"backend", "context", "batch", "visible", "ms", "bytes"} <= rows[0].keys()
     full = {row["backend"]: row["bytes"] for row in rows if row["visible"] == 1}
     assert all(row["bytes"] < full[row["backend"]] for row in rows if row["visible"] < 1)
+
+
+def test_bench_attention_takes_the_layer_and_refuses_what_makes_none(da_jax):
+    small = ("bench", "attention", "--context", "256", "--batch", "1", "--json")
+    heads = ("--q-heads", "4", "--kv-heads", "2", "--head-dim", "64", "--page-size", "16")
+    code, out, _ = da_jax(*small, *heads, "--kv-dtype", "int8")
+    assert code == 0 and json.loads(out)[0]["bytes"] == 16 * 2 * (16 * 128 + 2 * 4 * 128)
+    for wrong, message in (
+        (("--kv-heads", "5"), "multiple of the KV heads"),
+        (("--dtype", "int8"), "'int8'; it must be one of float32"),
+        (("--backend", "mosaic_tpu"), "needs a TPU"),
+        (("--backend", "xla", "--tune"), "no settings"),
+    ):
+        code, _, error = da_jax(*small, *wrong)
+        assert code == 1 and message in error
 
 
 def test_bench_scanner_and_decode_print_rows(da_jax):

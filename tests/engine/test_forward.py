@@ -10,7 +10,7 @@ from da_jax.cache import pools
 from da_jax.checkpoints import hf
 from da_jax.engine.runner import Rows, forward
 from da_jax.engine.sampling import SamplingRows
-from da_jax.kernels.paged_attention import compact, stack
+from da_jax.kernels.paged_attention import compact, layout, stack
 
 PAGE = 16
 BLOCKS = -(-references.LENGTH // PAGE) + 1
@@ -24,8 +24,9 @@ class Paged:
         self._step = program
         order = np.random.default_rng(1).permutation(2 * BLOCKS).astype(np.int32)
         self.tables = order.reshape(2, BLOCKS)
-        plan = pools.PoolPlan(PAGE, 2 * BLOCKS, 0)
-        self.pages = pools.allocate(model.config, plan, jnp.float32)
+        config = model.config
+        form = layout(2 * BLOCKS, config.num_kv_heads, PAGE, config.head_dim, jnp.float32)
+        self.pages = pools.allocate(pools.PoolPlan(form, config.num_layers))
         self.logits = np.full((2, references.LENGTH, references.VOCAB), np.nan, np.float32)
 
     def feed(self, tokens, position, q_lens, spans=((0, BLOCKS * PAGE),)):

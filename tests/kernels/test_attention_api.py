@@ -1,5 +1,8 @@
 """Choosing a backend, refusing arguments, and what the portable backend holds in memory."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +10,14 @@ import pytest
 
 from da_jax.kernels import bench
 from da_jax.kernels.paged_attention import (
+    BackendError,
     api,
     backends,
     choose,
     compact,
     paged_attention,
     stack,
+    support,
 )
 
 
@@ -24,14 +29,15 @@ def arguments(width: int = 2, pages: int = 4, page_size: int = 8):
 
 
 def blocked() -> api.Backend:
-    return api.Backend("blocked", lambda *_, **__: pytest.fail("ran"), lambda: "needs a moon")
+    ran = lambda *_, **__: pytest.fail("ran")
+    return api.Backend("blocked", ran, lambda target: "needs a moon", ran)
 
 
 def test_every_backend_is_listed_with_why_it_cannot_run(monkeypatch):
     monkeypatch.setattr(api, "_BACKENDS", [blocked(), *api._BACKENDS])
     rows = {row.name: row for row in backends()}
-    assert rows["xla"] == ("xla", True, "") and rows["reference"].available
-    assert rows["blocked"] == ("blocked", False, "needs a moon")
+    assert rows["xla"][:3] == ("xla", True, "") and "int8" in rows["reference"].pages
+    assert rows["blocked"] == ("blocked", False, "needs a moon", ())
 
 
 def test_the_default_is_the_first_that_can_run(monkeypatch):
@@ -42,7 +48,7 @@ def test_the_default_is_the_first_that_can_run(monkeypatch):
 
 def test_a_backend_that_cannot_run_raises_why(monkeypatch):
     monkeypatch.setattr(api, "_BACKENDS", [*api._BACKENDS, blocked()])
-    with pytest.raises(RuntimeError, match="'blocked' cannot run here: needs a moon"):
+    with pytest.raises(BackendError, match="'blocked' cannot run this here: needs a moon"):
         paged_attention(*arguments(), scale=1.0, impl="blocked")
 
 
@@ -55,9 +61,9 @@ def test_an_unknown_backend_raises_with_the_names():
     ("q", "kv_pages", "options", "message"),
     [
         ((1, 2, 32), (4, 2, 1, 8, 32), {}, "must be"),
-        ((1, 1, 2, 32), (4, 1, 1, 8, 32), {}, "must be"),
-        ((1, 1, 2, 32), (4, 2, 1, 8, 64), {}, "head dims must be equal"),
-        ((1, 1, 3, 32), (4, 2, 2, 8, 32), {}, "multiple of the KV heads"),
+        ((1, 1, 2, 32), (4, 1, 1, 8, 32), {}, "no heads of size 32"),
+        ((1, 1, 2, 32), (4, 2, 1, 8, 64), {}, "no heads of size 32"),
+        ((1, 1, 3, 32), (4, 2, 2, 8, 32), {}, "multiple of the 2 KV heads"),
         ((2, 1, 2, 32), (4, 2, 1, 8, 32), {}, "batch of 2"),
         ((1, 1, 2, 32), (4, 2, 1, 8, 32), {"window": 0}, "window 0"),
         ((1, 1, 2, 32), (4, 2, 1, 8, 32), {"softcap": 0.0}, r"softcap 0\.0"),
@@ -95,14 +101,14 @@ def test_lengths_of_another_shape_or_kind_are_refused(name, bad):
 def test_bench_rows():
     shape = bench.Shape(q_heads=2, kv_heads=1, head_dim=32, page_size=16)
     rows = bench.attention_rows([100], [1, 2], [1.0, 0.3], ["xla", "reference"], shape, repeats=1)
-    page_bytes = 2 * 16 * 32 * 4
+    page_bytes = 16 * 128 * 4
     assert [(r["batch"], r["backend"], r["visible"], r["bytes"]) for r in rows] == [
         (batch, backend, visible, batch * pages * page_bytes)
         for batch in (1, 2)
         for backend in ("xla", "reference")
         for visible, pages in ((1.0, 7), (0.3, 2))
     ]
-    assert list(rows[0]) == ["backend", "context", "batch", "visible", "ms", "bytes", "ratio"]
+    assert list(rows[0])[5:] == ["bytes", "gb_per_s", "roof_share", "ratio"]
     assert all(r["ms"] >= 0 and r["context"] == 100 and r["ratio"] > 0 for r in rows)
     assert [r["ratio"] for r in rows[::2]] == [1] * 4
     assert bench.machine()["platform"] == jax.default_backend()
@@ -111,3 +117,70 @@ def test_bench_rows():
 def test_bench_refuses_fractions_outside_the_context():
     with pytest.raises(ValueError, match=r"\[0, 1\.5\]"):
         bench.attention_rows(visible=[0, 0.5, 1.5])
+
+
+@pytest.fixture
+def counting(monkeypatch, tmp_path):
+    """A backend `counting` with settings 1, 2 and 3, of which 2 is the fastest and 3 fails."""
+    monkeypatch.setenv("DA_JAX_TUNING", str(tmp_path / "tuned.json"))
+    used = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        size: int
+
+    def attend(q, *arguments, config, **options):
+        used.append(config)
+        if config and config.size == 3:
+            raise ValueError("too large")
+        return q, q[..., 0]
+
+    module = SimpleNamespace(
+        Config=Config, attend=attend, candidates=lambda *_: [Config(1), Config(2), Config(3)]
+    )
+    monkeypatch.setattr(bench, "kernel_module", lambda name: module)
+    monkeypatch.setattr(api, "kernel_module", lambda name: module)
+    monkeypatch.setattr(support, "obstacle", lambda *_: None)
+    monkeypatch.setattr(support, "refuses_dtype", lambda *_: None)
+    module.refuses = lambda *_: None
+    monkeypatch.setattr(api, "_BACKENDS", [api._pallas("counting")])
+    times = iter([5.0, 3.0])
+    monkeypatch.setattr(bench, "median_ms", lambda calls, _: [(calls[0](), next(times))[1]])
+    return used
+
+
+def test_tuning_stores_the_fastest_setting_and_later_calls_use_it(counting):
+    shape = bench.Shape(q_heads=2, kv_heads=1, head_dim=128, page_size=16)
+    rows = bench.tune(64, 1, None, shape)
+    assert [row["ms"] for row in rows] == [5.0, 3.0, None]
+    assert [row["stored"] for row in rows] == [False, True, False]
+    assert rows[2]["error"] == "too large"
+    rng = np.random.default_rng(0)
+    q, kv_pages = bench._arrays(rng, 64, 1, shape)
+    mask = bench._mask(rng, 64, 1, 1.0, shape)
+    paged_attention(q, kv_pages, mask, np.array([64]), scale=1.0)
+    assert counting[-1].size == 2
+    paged_attention(q.astype(jnp.bfloat16), kv_pages, mask, np.array([64]), scale=1.0)
+    assert counting[-1] is None  # another problem
+
+
+def test_tuning_can_be_turned_off_and_a_broken_file_is_named(counting, monkeypatch, tmp_path):
+    shape = bench.Shape(q_heads=2, kv_heads=1, head_dim=128, page_size=16)
+    (tmp_path / "tuned.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tuned\.json.*delete it"):
+        bench.tune(64, 1, None, shape)
+    monkeypatch.setenv("DA_JAX_TUNING", "off")
+    with pytest.raises(ValueError, match="is off"):
+        bench.tune(64, 1, None, shape)
+
+
+def test_backends_without_settings_are_not_tuned():
+    with pytest.raises(ValueError, match="'xla' has no settings"):
+        bench.tune(64, 1, "xla", bench.Shape(2, 1, 32, 16))
+
+
+def test_masks_on_the_host_are_checked():
+    q, kv_pages, mask, lengths = arguments()
+    mask.page[0, 1] = 4
+    with pytest.raises(ValueError, match="entry 1: page 4"):
+        paged_attention(q, kv_pages, mask, lengths, scale=1.0)
