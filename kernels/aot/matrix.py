@@ -153,10 +153,11 @@ def _core(backend: str) -> list[Case]:
     return [
         *cases,
         replace(plain, writes=True),
-        replace(medium, page_size=128, dtype="float8_e4m3fn"),
+        replace(medium, dtype="float8_e4m3fn"),
         large,
-        replace(plain, page_size=128, dtype="int8", writes=True),
-        replace(plain, page_size=256),
+        replace(plain, dtype="int8", writes=True, devices=4),
+        replace(small, dtype="int8", writes=True),
+        replace(plain, page_size=128),
         replace(plain, page_size=16, dtype="float32"),
     ]
 

@@ -291,7 +291,9 @@ def _call(
     rows = group_rows(q, form.kv_heads, plan.tile, plan.rows)
     values, scales = kv_pages, []
     if isinstance(kv_pages, QuantizedPages):
-        values, scales = kv_pages.values, [kv_pages.scales]
+        # XLA on TPU7x would move all scales to VMEM before each call.
+        scales = [pltpu.with_memory_space_constraint(kv_pages.scales, pltpu.HBM)]
+        values = kv_pages.values
     steps = batch * plan.tiles
 
     def tile_of(*shape: int) -> pl.BlockSpec:

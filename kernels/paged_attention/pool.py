@@ -145,11 +145,12 @@ def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
 
     Returns:
         The rounded heads `[..., D]`, and float32 scales `[...]` that put the largest element of a
-        head at the largest number of the dtype.
+        head at the largest number of the dtype. They are finite whatever comes in.
     """
     largest = _LARGEST[jnp.dtype(dtype).name]
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / largest
+    scale = jnp.where(jnp.isfinite(scale), scale, jnp.finfo(jnp.float32).max)
     scaled = x / jnp.where(scale > 0, scale, 1)[..., None]
     if jnp.dtype(dtype) == jnp.int8:
         scaled = jnp.round(scaled)

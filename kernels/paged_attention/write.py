@@ -53,9 +53,23 @@ def write_kv(
     if not isinstance(kv_pages, QuantizedPages):
         return put(kv_pages, _rows(k, v, form.packed))
     (k, k_scale), (v, v_scale) = (quantize(x, form.dtype) for x in (k, v))
-    scales = jnp.stack([k_scale, v_scale], axis=2)  # [B, T, 2, HKV]
-    values, old_scales = (cast(jax.Array, x) for x in kv_pages)
-    return QuantizedPages(put(values, _rows(k, v, form.packed)), put(old_scales, scales))
+    values, scales = (cast(jax.Array, x) for x in kv_pages)
+    new_scales = jnp.stack([k_scale, v_scale], axis=2)  # [B, T, 2, HKV]
+    return QuantizedPages(
+        put(values, _rows(k, v, form.packed)), _put_scales(scales, new_scales, pages, slots)
+    )
+
+
+def _put_scales(scales: jax.Array, new: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
+    """Writes scales `[B, T, 2, HKV]` as products and sums of whole rows.
+
+    XLA on TPU would copy the array to scatter single numbers. Tokens of one call may share a row,
+    so rows cannot simply be replaced.
+    """
+    at = pages[..., None, None], *np.indices(scales.shape[1:3])
+    here = slots[..., None, None, None] == np.arange(scales.shape[-1])
+    scales = scales.at[at].multiply(jnp.where(here, 0.0, 1.0), mode="drop")
+    return scales.at[at].add(jnp.where(here, new[..., None], 0.0), mode="drop")
 
 
 def _rows(k: jax.Array, v: jax.Array, packed: bool) -> jax.Array:

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from da_jax.kernels.paged_attention import compact, paged_attention, stack, write_kv
+from da_jax.kernels.paged_attention import (
+    QuantizedPages,
+    compact,
+    empty_pages,
+    layout,
+    paged_attention,
+    stack,
+    write_kv,
+)
 
 PAGES, HEADS, SIZE, DIM = 64, 2, 16, 32
 
@@ -100,3 +108,54 @@ def test_a_slice_of_a_slice_is_the_right_one():
         for inner in range(7):
             want = x[outer + inner : outer + inner + 2, 1:3]
             np.testing.assert_array_equal(composed_slice(x, outer, inner), want)
+
+
+def rounded(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of heads `[..., D]`, worked out in NumPy."""
+    scale = np.abs(x).max(-1) / np.float32(127 if dtype == "int8" else 448)
+    codes = x / scale[..., None]
+    return np.asarray(jnp.asarray(np.round(codes) if dtype == "int8" else codes, dtype)), scale
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_8_bit_tokens_land_with_their_scales_and_nothing_else_changes(dtype, head_dim):
+    form = layout(5, HEADS, SIZE, head_dim, dtype)
+    values, scales = empty_pages(form)
+    before = QuantizedPages(values + jnp.asarray(3, dtype), scales + 7)
+    shape = (2, 2, 5, HEADS, head_dim)
+    k, v = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    pages = np.array([[1, 1, 1, 2, 5], [0, 0, 3, 3, -1]])  # some share a row of scales
+    slots = np.array([[0, 1, 15, 0, 0], [4, 5, 0, SIZE, 0]])
+    want, want_scales = np.array(before.values), np.array(before.scales)
+    for b, t in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]:
+        for side, x in enumerate((k, v)):
+            codes, scale = rounded(x[b, t], dtype)
+            at, lane = (0, 64 * side) if form.packed else (side, 0)
+            if form.packed and side == 0:
+                want[pages[b, t], 0, :, slots[b, t]] = 0
+            want[pages[b, t], at, :, slots[b, t], lane : lane + head_dim] = codes
+            want_scales[pages[b, t], side, :, slots[b, t]] = scale
+    out = write_kv(before, k, v, pages, slots)
+    np.testing.assert_array_equal(np.float32(out.values), np.float32(want))
+    np.testing.assert_allclose(out.scales, want_scales, rtol=1e-6)
+
+
+def test_a_token_that_is_not_a_number_leaves_nothing_behind_in_its_slot():
+    form = layout(2, HEADS, SIZE, 128, "int8")
+    k, v = np.ones((2, 1, 1, HEADS, 128), np.float32)
+    at = np.array([[1]]), np.array([[3]])
+    spoiled = write_kv(empty_pages(form), k * np.nan, v * np.inf, *at)
+    mended = write_kv(spoiled, k, v, *at)
+    np.testing.assert_allclose(mended.scales[1, :, :, 3], 1 / 127, rtol=1e-6)
+
+
+def test_packed_tokens_share_rows_with_zeros_between():
+    k, v = new(1, 1)
+    out = write_kv(
+        jnp.full((PAGES, 1, HEADS, SIZE, 128), 7.0), k, v, np.array([[2]]), np.array([[3]])
+    )
+    row = np.zeros((HEADS, 128))
+    row[:, :DIM], row[:, 64 : 64 + DIM] = k[0, 0], v[0, 0]
+    np.testing.assert_array_equal(out[2, 0, :, 3], row)
+    assert (np.delete(np.asarray(out[2]), 3, axis=2) == 7).all()
