@@ -15,6 +15,7 @@ import numpy as np
 
 from da_jax.kernels.chips import current_target
 from da_jax.kernels.paged_attention import (
+    BackendError,
     BlockMask,
     KVPages,
     choose,
@@ -26,11 +27,8 @@ from da_jax.kernels.paged_attention import (
     tuning,
     write_kv,
 )
-from da_jax.kernels.paged_attention.api import kernel_module, problem_of
-from da_jax.kernels.paged_attention.pool import QUANTIZED
-
-Q_DTYPES = ("float32", "bfloat16", "float16")
-KV_DTYPES = (*Q_DTYPES, *QUANTIZED)
+from da_jax.kernels.paged_attention.api import kernel_module
+from da_jax.kernels.paged_attention.support import KERNELS, Problem
 
 _TIMED_SECONDS = 0.02  # calls are sent in batches of about this length, so that the wait for the
 _MOST_CALLS = 200  # host is shared by many; on CPU, where calls would run side by side, one by one
@@ -92,9 +90,9 @@ def attention_rows(
 
     Returns:
         Rows `backend, context, batch, visible, ms, bytes, gb_per_s, roof_share, ratio`: `ms` is the
-        median time of a call, `bytes` the keys and values of its visible pages, `gb_per_s` their
-        rate, `roof_share` that rate as a share of the chip's peak (None where it is unknown), and
-        `ratio` the time relative to the first of `visible`.
+        median time of a call, `bytes` the visible pages as the pool holds them (padding and scales
+        included), `gb_per_s` their rate, `roof_share` that rate as a share of the chip's peak (None
+        where it is unknown), and `ratio` the time relative to the first of `visible`.
 
     Raises:
         ValueError: a fraction outside (0, 1], or an unknown backend.
@@ -103,12 +101,15 @@ def attention_rows(
     outside = [fraction for fraction in visible if not 0 < fraction <= 1]
     if outside:
         raise ValueError(f"visible fractions {outside}: give numbers above 0 and at most 1")
-    names = [choose(name).name for name in backends]
+    shape = shape or Shape()
+    cases = [(context, batch) for context in contexts for batch in batches]
+    chosen = {
+        case: [choose(name, _problem(*case, shape)).name for name in backends] for case in cases
+    }
     return [
         row
-        for context in contexts
-        for batch in batches
-        for row in _case(context, batch, visible, names, shape or Shape(), repeats, seed)
+        for (context, batch), names in chosen.items()
+        for row in _case(context, batch, visible, names, shape, repeats, seed)
     ]
 
 
@@ -171,19 +172,26 @@ def tune(
         this kind of device and problem.
 
     Raises:
-        ValueError: the backend has no settings, or tuning is turned off.
-        RuntimeError: the backend cannot run here (`BackendError`), or no setting did.
+        ValueError: the backend has no settings, or they cannot be stored.
+        BackendError: the backend cannot run here, or no setting did.
     """
     shape, target = shape or Shape(), current_target()
+    problem = _problem(context, batch, shape)
+    chosen = choose(backend, problem)
+    if not chosen.tunable:
+        raise ValueError(
+            f"backend {chosen.name!r} has no settings to measure here: tuning is for "
+            f"{', '.join(KERNELS)}, each on its own device (see `da-jax env`)"
+        )
+    file = tuning.path()
+    if file is None:
+        raise ValueError("DA_JAX_TUNING is off: unset it, or let it name a file")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(file.parent, os.W_OK):
+        raise ValueError(f"{file} cannot be written: let DA_JAX_TUNING name another file")
     rng = np.random.default_rng(seed)
     q, kv_pages = _arrays(rng, context, batch, shape)
     mask, lengths = _mask(rng, context, batch, 1.0, shape), jnp.full((batch,), context, jnp.int32)
-    problem = problem_of(q, kv_pages, mask, None)
-    chosen = choose(backend, problem)
-    if not chosen.tunable:
-        raise ValueError(f"backend {chosen.name!r} has no settings to tune")
-    if tuning.path() is None:
-        raise ValueError("DA_JAX_TUNING is off: unset it, or let it name a file")
     module, rows = kernel_module(chosen.name), []
     for config in module.candidates(problem, target):
         attend = jax.jit(
@@ -197,16 +205,25 @@ def tune(
         try:
             [ms] = median_ms([call], repeats)
         except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-            rows.append(row | {"ms": None, "stored": False, "error": str(error).splitlines()[0]})
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            rows.append(row | {"ms": None, "stored": False, "error": reason})
         else:
             rows.append(row | {"ms": round(ms, 4), "stored": False, "error": None})
     timed = [row for row in rows if row["ms"] is not None]
     if not timed:
-        raise RuntimeError(f"no setting of {chosen.name} ran: {[row['error'] for row in rows]}")
+        errors = [row["error"] for row in rows]
+        raise BackendError(f"no setting of {chosen.name} ran on {target.kind}: {errors}")
     best = min(timed, key=lambda row: row["ms"])
     best["stored"] = True
     tuning.store(chosen.name, target, problem, best["config"])
     return rows
+
+
+def _problem(context: int, batch: int, shape: Shape) -> Problem:
+    """What a case asks for, without making its arrays."""
+    blocks = -(-context // shape.page_size)
+    form = layout(batch * blocks, *_heads(shape))
+    return Problem(batch, 1, shape.q_heads, blocks, shape.dtype, form)
 
 
 def _heads(shape: Shape) -> tuple[int, int, int, str]:

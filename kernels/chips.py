@@ -20,7 +20,6 @@ class Chip:
         family: devices of one family run the same programs: a TPU generation or a GPU architecture.
         kinds: the words `device_kind` begins with on such a device, as JAX reports it.
         bandwidth: peak bytes a second between the device and its own memory.
-        flops: peak bfloat16 operations a second.
         fast_memory: bytes a program can use on chip: VMEM of a TPU core, shared memory of a CUDA
             block.
         cores: TensorCores of a TPU that one program can use, multiprocessors of a GPU.
@@ -30,35 +29,26 @@ class Chip:
     family: str
     kinds: tuple[str, ...]
     bandwidth: float
-    flops: float
     fast_memory: int
     cores: int
 
 
 _MIB = 1 << 20
 CHIPS = (
-    Chip("TPU v2", "tpu-v2", ("TPU v2",), 0.35e12, 23e12, 16 * _MIB, 1),
-    Chip("TPU v3", "tpu-v3", ("TPU v3",), 0.45e12, 61e12, 16 * _MIB, 1),
-    Chip("TPU v4", "tpu-v4", ("TPU v4",), 1.228e12, 275e12, 16 * _MIB, 2),
-    Chip("TPU v5e", "tpu-v5e", ("TPU v5 lite", "TPU v5e"), 0.819e12, 197e12, 128 * _MIB, 1),
-    Chip("TPU v5p", "tpu-v5p", ("TPU v5", "TPU v5p"), 2.765e12, 459e12, 64 * _MIB, 2),
-    Chip("TPU v6e", "tpu-v6e", ("TPU v6 lite", "TPU v6e"), 1.64e12, 918e12, 128 * _MIB, 1),
-    Chip("TPU7x", "tpu-7x", ("TPU7", "TPU7x"), 3.69e12, 1153e12, 64 * _MIB, 1),
-    Chip("H200", "hopper", ("NVIDIA H200",), 4.8e12, 989e12, 232448, 132),
-    Chip("H100", "hopper", ("NVIDIA H100",), 3.35e12, 989e12, 232448, 132),
-    Chip("A100", "ampere", ("NVIDIA A100",), 2.039e12, 312e12, 166912, 108),
-    Chip(
-        "A100 40GB",
-        "ampere",
-        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
-        1.555e12,
-        312e12,
-        166912,
-        108,
-    ),
-    Chip("L4", "ada", ("NVIDIA L4",), 0.3e12, 121e12, 101376, 58),
-    Chip("T4", "turing", ("Tesla T4", "NVIDIA T4"), 0.32e12, 65e12, 65536, 40),
-    Chip("B200", "blackwell", ("NVIDIA B200", "NVIDIA GB200"), 8e12, 2250e12, 232448, 148),
+    Chip("TPU v2", "tpu-v2", ("TPU v2",), 0.35e12, 16 * _MIB, 1),
+    Chip("TPU v3", "tpu-v3", ("TPU v3",), 0.45e12, 16 * _MIB, 1),
+    Chip("TPU v4", "tpu-v4", ("TPU v4",), 1.228e12, 16 * _MIB, 2),
+    Chip("TPU v5e", "tpu-v5e", ("TPU v5 lite", "TPU v5e"), 0.819e12, 128 * _MIB, 1),
+    Chip("TPU v5p", "tpu-v5p", ("TPU v5", "TPU v5p"), 2.765e12, 64 * _MIB, 2),
+    Chip("TPU v6e", "tpu-v6e", ("TPU v6 lite", "TPU v6e"), 1.64e12, 128 * _MIB, 1),
+    Chip("TPU7x", "tpu-7x", ("TPU7", "TPU7x"), 3.69e12, 64 * _MIB, 1),
+    Chip("H200", "hopper", ("NVIDIA H200",), 4.8e12, 232448, 132),
+    Chip("H100", "hopper", ("NVIDIA H100",), 3.35e12, 232448, 132),
+    Chip("A100", "ampere", ("NVIDIA A100",), 2.039e12, 166912, 108),
+    Chip("A100 40GB", "ampere", ("NVIDIA A100-SXM4-40GB",), 1.555e12, 166912, 108),
+    Chip("L4", "ada", ("NVIDIA L4",), 0.3e12, 101376, 58),
+    Chip("T4", "turing", ("Tesla T4", "NVIDIA T4"), 0.32e12, 65536, 40),
+    Chip("B200", "blackwell", ("NVIDIA B200", "NVIDIA GB200"), 8e12, 232448, 148),
 )
 
 _FAMILY_OF_CAPABILITY = {
@@ -72,9 +62,8 @@ _FAMILY_OF_CAPABILITY = {
     (10, 3): "blackwell",
     (12, 0): "blackwell",
 }
-_SMALL_SHARED_MEMORY = (
-    101376  # what the consumer chips of compute capability 8.6, 8.9 and 12.0 have
-)
+_SMALL_SHARED_MEMORY = 101376  # of compute capability 8.6, 8.9 and 12.0
+_USUAL_CORES = 64
 
 
 @dataclass(frozen=True)
@@ -87,7 +76,7 @@ class Target:
         family: as in `Chip`; the platform where nothing better is known.
         chip: what is known of the chip, or None.
         fast_memory: as in `Chip`, 0 where unknown.
-        cores: as in `Chip`, 1 where unknown.
+        cores: as in `Chip`; a guess for an unknown GPU, 1 for other unknown devices.
     """
 
     platform: str
@@ -114,12 +103,12 @@ def current_target() -> Target:
     first device of this one."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.platform is not None:
-        return target(abstract.platform, abstract.device_kind)
+        return describe(abstract.platform, abstract.device_kind)
     device = jax.devices()[0]
-    return target(device.platform, device.device_kind, getattr(device, "compute_capability", ""))
+    return describe(device.platform, device.device_kind, getattr(device, "compute_capability", ""))
 
 
-def target(platform: str, kind: str, capability: str = "") -> Target:
+def describe(platform: str, kind: str, capability: str = "") -> Target:
     """Describes a device by its platform, kind and, on CUDA, compute capability such as "9.0"."""
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     chip = chip_of(kind)
@@ -132,5 +121,6 @@ def target(platform: str, kind: str, capability: str = "") -> Target:
         large = number in ((8, 0), (9, 0), (10, 0), (10, 3))
         model = {"ampere": "A100", "hopper": "H100", "blackwell": "B200"}.get(family)
         memory = next((c.fast_memory for c in CHIPS if large and c.name == model), 0)
-        return Target(platform, kind, family, None, memory or _SMALL_SHARED_MEMORY, 1)
+        cores = 132 if family == "hopper" else _USUAL_CORES
+        return Target(platform, kind, family, None, memory or _SMALL_SHARED_MEMORY, cores)
     return Target(platform, kind, platform, None, 0, 1)

@@ -163,6 +163,6 @@ def _pool(
     for side in (0, 1):
         at, lane = (0, VALUE_LANE * side) if form.packed else (side, 0)
         pool[page, at, :, slot, lane : lane + form.head_dim] = codes[side, b, x]
-        held[page, side, :, slot] = scales[side, b, x]
+        held[page, side, : form.kv_heads, slot] = scales[side, b, x]
     values = jnp.asarray(pool, jnp.float32).astype(form.dtype)
     return QuantizedPages(values, jnp.asarray(held, jnp.float32)) if form.quantized else values

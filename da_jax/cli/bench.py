@@ -28,6 +28,9 @@ def shape(
     import jax
 
     from da_jax.kernels import bench
+    from da_jax.kernels.paged_attention.mask import MAX_PAGE_SIZE
+    from da_jax.kernels.paged_attention.pool import DTYPES
+    from da_jax.kernels.paged_attention.support import Q_DTYPES
 
     sizes = (q_heads, kv_heads, head_dim, page_size)
     if min(sizes) < 1 or q_heads % kv_heads:
@@ -35,11 +38,13 @@ def shape(
             f"--q-heads {q_heads}, --kv-heads {kv_heads}, --head-dim {head_dim}, --page-size "
             f"{page_size}: all must be positive, and the query heads a multiple of the KV heads"
         )
+    if page_size > MAX_PAGE_SIZE:
+        raise ValueError(f"--page-size {page_size}: give at most {MAX_PAGE_SIZE}")
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     for name, value, allowed in (
-        ("--dtype", dtype, bench.Q_DTYPES),
-        ("--kv-dtype", kv_dtype or dtype, bench.KV_DTYPES),
+        ("--dtype", dtype, Q_DTYPES),
+        ("--kv-dtype", kv_dtype or dtype, DTYPES),
     ):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
@@ -78,7 +83,7 @@ def tune(
     rows = [
         {"context": context, "batch": batch} | row
         for context in contexts or [32768]
-        for batch in batches or [1, 8]
+        for batch in batches or [1]
         for backend in names
         for row in bench.tune(context, batch, backend, heads)
     ]

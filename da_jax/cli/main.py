@@ -121,9 +121,16 @@ def env(json_: Json = False) -> None:
 
 @bench.command()
 def attention(
-    context: Annotated[list[int] | None, typer.Option(help="Tokens; may be repeated.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Backend; may be repeated.")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens, 32768 by default; may be repeated.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Sequences, 1 by default; may be repeated.")
+    ] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="mosaic_tpu, mosaic_gpu, triton, xla, reference; may be repeated."),
+    ] = None,
     q_heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
     head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 128,
@@ -132,10 +139,16 @@ def attention(
         str, typer.Option(help="Of the queries: float32, bfloat16, float16; auto by device.")
     ] = "auto",
     kv_dtype: Annotated[
-        str | None, typer.Option(help="Of the pages, also int8 and float8_e4m3fn.")
+        str | None,
+        typer.Option(
+            help="Of the pages, by default that of the queries; also int8, float8_e4m3fn."
+        ),
     ] = None,
     tune: Annotated[
-        bool, typer.Option(help="Measure the settings of the kernel and keep the best.")
+        bool,
+        typer.Option(
+            help="Measure the settings of the kernel and keep the best in ~/.cache/da-jax."
+        ),
     ] = False,
     json_: Json = False,
 ) -> None:
@@ -150,7 +163,7 @@ def attention(
 @bench.command()
 def aot(
     target: Annotated[
-        list[str] | None, typer.Option(help="Chip, such as H200 or TPU7x; may be repeated.")
+        list[str] | None, typer.Option(help="Chip such as H200, A100, v5e, TPU7x; may be repeated.")
     ] = None,
     backend: Annotated[list[str] | None, typer.Option(help="Backend; may be repeated.")] = None,
     full: Annotated[bool, typer.Option("--full", help="The whole matrix; many minutes.")] = False,

@@ -11,6 +11,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Generator
 
+import jax.numpy as jnp
 import numpy as np
 
 from da_jax.cache import pools
@@ -22,6 +23,7 @@ from da_jax.engine.request import Done, Event, PrefillProgress, Request, TokenLo
 from da_jax.engine.sampling import key_of
 from da_jax.engine.scheduler import Scheduler
 from da_jax.engine.sequence import Sequence
+from da_jax.kernels.paged_attention import Problem, choose, validate
 from da_jax.models.qwen import Qwen3
 
 SPARE_ENTRIES = 64  # entries of a mask beyond two a page, see `shapes`
@@ -43,6 +45,7 @@ class Engine:
 
     Raises:
       ValueError: a setting that cannot work with this model.
+      BackendError: the attention backend cannot run here, or not this model.
     """
 
     def __init__(
@@ -64,6 +67,10 @@ class Engine:
             sequences=config.max_num_seqs, dtype=dtype, budget_bytes=config.kv_cache_bytes,
         )  # fmt: skip
         self.shapes = shapes(config, self.max_len, len(stop_ids))
+        for batch, queries in ((max(self.shapes.batches), 1), (1, max(self.shapes.chunks))):
+            heads, width = model.config.num_heads, self.shapes.entries
+            problem = Problem(batch, queries, heads, width, jnp.dtype(dtype).name, pool.form)
+            choose(config.attention, problem)  # refused here, before anything is compiled
         vocabulary = self._vocabulary
         self.runner = device.Runner(
             model, self.shapes, pool, dtype=dtype,
@@ -267,6 +274,7 @@ class Engine:
             sampling.presence_penalty[row] = params.presence_penalty
             sampling.key[row] = sequence.key
             sampling.generated[row] = len(sequence.tokens)
+        validate(rows.mask, self.runner.pool.num_pages, self.config.page_size)
         return rows
 
 

@@ -18,6 +18,7 @@ from da_jax.engine.config import EngineConfig
 from da_jax.engine.detokenize import TokenTable
 from da_jax.engine.engine import Engine, RequestError
 from da_jax.engine.request import Done, Event, Request, Response, SamplingParams
+from da_jax.kernels.paged_attention import choose
 from da_jax.models.config import read_json
 from da_jax.models.qwen import Qwen3
 from da_jax.protocol.chunks import Chunk
@@ -92,8 +93,10 @@ class LLM:
         Raises:
           FileNotFoundError, ConfigError, CheckpointError: what is wrong with the checkpoint.
           ValueError: a setting that cannot work.
+          BackendError: the attention backend cannot run here, or not this model.
         """
         config = dataclasses.replace(config or EngineConfig(), **options)
+        choose(config.attention)  # refuses one that cannot run here before anything is loaded
         progress("loading", 0, 1)
         folder = convert.resolve(path_or_id, revision=revision)
         model = convert.load(folder, dtype=_dtype(config.dtype))

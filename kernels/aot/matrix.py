@@ -9,7 +9,7 @@ from typing import Literal
 
 from da_jax.kernels.aot.machines import Machine
 from da_jax.kernels.paged_attention.pool import QUANTIZED
-from da_jax.kernels.paged_attention.support import KV_DTYPES
+from da_jax.kernels.paged_attention.support import KERNELS
 
 CHUNK = 128
 """Queries of a prefill chunk."""
@@ -17,8 +17,7 @@ CHUNK = 128
 _SHORT = {
     "bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "int8", "float8_e4m3fn": "fp8",
 }  # fmt: skip
-_PLATFORMS = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu", "triton": "gpu"}
-BACKENDS = (*_PLATFORMS, "xla")
+BACKENDS = (*KERNELS, "xla")
 """Backends that are made for accelerators."""
 
 
@@ -109,7 +108,7 @@ def plan(machine: Machine, backends: Sequence[str] | None, full: bool) -> list[C
     """
     checks = [] if backends else [Check("default", machine.defaults[0], Case())]
     for backend in backends or BACKENDS:
-        if _PLATFORMS.get(backend, machine.platform) != machine.platform:
+        if backend in KERNELS and KERNELS[backend].platform != machine.platform:
             continue
         dtypes = _dtypes(backend, machine)
         if not dtypes:
@@ -123,9 +122,9 @@ def plan(machine: Machine, backends: Sequence[str] | None, full: bool) -> list[C
 
 
 def _dtypes(backend: str, machine: Machine) -> tuple[str, ...]:
-    if backend not in KV_DTYPES:
+    if backend not in KERNELS:
         return tuple(_SHORT)
-    return KV_DTYPES[backend].get(machine.chip.family, ())
+    return KERNELS[backend].pages.get(machine.chip.family, ())
 
 
 _HEADS = (
@@ -157,6 +156,7 @@ def _core(backend: str) -> list[Case]:
         large,
         replace(plain, dtype="int8", writes=True, devices=4),
         replace(small, dtype="int8", writes=True),
+        replace(plain, kv_heads=3, page_size=128, dtype="int8", writes=True),
         replace(plain, page_size=128),
         replace(plain, page_size=16, dtype="float32"),
     ]

@@ -56,12 +56,15 @@ def rows(
         `budget_bytes` and where known `shared_bytes`, `registers` and `spills`.
 
     Raises:
-        ValueError: an unknown target or backend.
+        ValueError: an unknown target or backend, or backends that are made for none of the targets.
     """
     wanted = machines.named(targets)
     unknown = [name for name in backends or () if name not in BACKENDS]
     if unknown:
         raise ValueError(f"unknown backend {unknown[0]!r}: choose from {', '.join(BACKENDS)}")
+    if not any(plan(machine, backends, full) for machine in wanted):
+        names = ", ".join(machine.chip.name for machine in wanted)
+        raise ValueError(f"{', '.join(backends or ())} is not made for {names}: nothing to compile")
     limit = seconds or (SECONDS_FULL if full else SECONDS)
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         found = pool.map(lambda machine: _machine(machine, backends, full, limit), wanted)

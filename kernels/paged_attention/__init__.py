@@ -10,6 +10,7 @@ from da_jax.kernels.paged_attention.pool import (
     layout,
     layout_of,
 )
+from da_jax.kernels.paged_attention.support import Problem
 from da_jax.kernels.paged_attention.write import write_kv
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "BlockMask",
     "KVPages",
     "Layout",
+    "Problem",
     "QuantizedPages",
     "backends",
     "choose",

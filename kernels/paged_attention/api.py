@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from da_jax.kernels import chips
 from da_jax.kernels.chips import Target, current_target
 from da_jax.kernels.paged_attention import reference, support, tuning, xla
 from da_jax.kernels.paged_attention.mask import Array, BlockMask, validate
@@ -21,6 +20,9 @@ from da_jax.kernels.paged_attention.support import Problem
 
 INTERPRET = ":interpret"
 """Suffix of `impl` that runs a Pallas kernel in its interpreter: slow, exact, on any machine."""
+
+
+_LONGEST = 1 << 30
 
 
 class BackendError(RuntimeError):
@@ -70,48 +72,43 @@ def kernel_module(name: str) -> ModuleType:
     return importlib.import_module(f"da_jax.kernels.paged_attention.{name}")
 
 
-def _pallas(name: str, *, interpret_as: Target | None = None) -> Backend:
+def _pallas(name: str, *, interpret: bool = False) -> Backend:
     """A backend whose module is imported when it is first asked for something."""
 
     def attend(q, kv_pages, mask, lengths, q_lens, *, scale, softcap, window, target):
         module = kernel_module(name)
-        asked = problem_of(q, kv_pages, mask, window)
-        stored = None if interpret_as else tuning.stored(name, target, asked)
+        problem = problem_of(q, kv_pages, mask, window)
+        config = None if interpret else tuning.stored(name, target, problem, module.Config)
         return module.attend(
             q, kv_pages, mask, lengths, q_lens, scale=scale, softcap=softcap, window=window,
-            target=target, config=module.Config(**stored) if stored else None,
-            interpret=interpret_as is not None,
+            target=target, config=config, interpret=interpret,
         )  # fmt: skip
 
     def refuses(problem: Problem, target: Target) -> str | None:
         reason = support.refuses_dtype(name, problem, target)
         return reason or kernel_module(name).refuses(problem, target)
 
-    if interpret_as is None:
-        here = lambda target: support.obstacle(name, target)
-        return Backend(name, attend, here, refuses, tunable=True)
-    missing = lambda target: support.missing(name)
-    return Backend(name + INTERPRET, attend, missing, refuses, interpret_as)
+    if interpret:
+        obstacle = lambda target: support.interpreter_obstacle(name)
+        target = support.KERNELS[name].interpreted_as
+        return Backend(name + INTERPRET, attend, obstacle, refuses, target)
+    here = lambda target: support.obstacle(name, target)
+    return Backend(name, attend, here, refuses, tunable=True)
 
 
 def _portable(name: str, attend: Callable[..., tuple[jax.Array, jax.Array]]) -> Backend:
-    return Backend(name, attend, lambda target: None, lambda problem, target: None)
+    refuses = lambda problem, target: support.refuses_dtype(name, problem, target)
+    return Backend(name, attend, lambda target: None, refuses)
 
 
 _BACKENDS = [
-    _pallas("mosaic_tpu"),
-    _pallas("mosaic_gpu"),
-    _pallas("triton"),
+    *map(_pallas, support.KERNELS),
     _portable("xla", xla.attend),
     _portable("reference", reference.attend),
 ]
 """In order of preference: `impl=None` takes the first that can run what is asked."""
 
-_INTERPRETED = [
-    _pallas("mosaic_tpu", interpret_as=chips.target("tpu", "TPU v5 lite")),
-    _pallas("mosaic_gpu", interpret_as=chips.target("gpu", "NVIDIA H200")),
-    _pallas("triton", interpret_as=chips.target("gpu", "NVIDIA H200")),
-]
+_INTERPRETED = [_pallas(name, interpret=True) for name in support.KERNELS]
 
 
 def backends() -> list[BackendRow]:
@@ -183,13 +180,15 @@ def paged_attention(
         mask: the visible slots. Masks on the host are checked here; inside a jitted function page
             ids are trusted: see `validate`.
         lengths: `[B]` int32 tokens of each sequence so far, the queries included.
-        q_lens: `[B]` int32 queries of each sequence; all `T` by default.
+        q_lens: `[B]` int32 queries of each sequence, at most `T`; all `T` by default.
         scale: factor on the scores.
         softcap: bounds the scaled scores to `softcap * tanh(score / softcap)`.
         window: how many positions back a query sees, itself included.
         return_lse: also return the log of the sum of exponentials.
         impl: name of the backend, with `:interpret` after a Pallas one for its interpreter; the
             best that can run this here by default.
+
+    Inside `jax.shard_map` over KV heads the Pallas kernels need `check_vma=False`.
 
     Returns:
         `[B, T, HQ, D]` in the dtype of `q`, and with `return_lse` also float32 `[B, T, HQ]`. Rows
@@ -202,10 +201,14 @@ def paged_attention(
     problem = problem_of(q, kv_pages, mask, window)
     _check(q, problem, mask, softcap, window)
     backend = choose(impl, problem)
+    window = None if window is None else min(window, _LONGEST)  # positions are int32
     lengths = _per_sequence("lengths", lengths, q.shape[0])
     q_lens = jnp.full_like(lengths, q.shape[1]) if q_lens is None else q_lens
     q_lens = _per_sequence("q_lens", q_lens, q.shape[0])
     q, kv_pages, mask = jax.tree.map(jnp.asarray, (q, kv_pages, mask))
+    if 0 in (problem.batch, problem.queries, problem.width):
+        out, lse = jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
+        return (out, lse) if return_lse else out
     out, lse = backend.attend(
         q, kv_pages, mask, lengths, q_lens, scale=scale, softcap=softcap, window=window,
         target=backend.target or current_target(),
@@ -227,8 +230,10 @@ def problem_of(q: Array, kv_pages: KVPages, mask: BlockMask, window: int | None)
     """Describes a call by what shapes its program.
 
     Raises:
-        ValueError: arrays of the wrong rank, or pages that hold no heads of this size.
+        ValueError: arrays of the wrong rank or dtype, or pages that hold no heads of this size.
     """
+    if jnp.dtype(q.dtype).name not in support.Q_DTYPES:
+        raise ValueError(f"q is {q.dtype}: make it one of {', '.join(support.Q_DTYPES)}")
     if q.ndim != 4 or mask.page.ndim != 2:
         raise ValueError(f"q {q.shape} must be [B, T, HQ, D] and the mask {mask.page.shape} [B, W]")
     form = layout_of(kv_pages, q.shape[3])

@@ -142,7 +142,8 @@ def refuses(problem: Problem, target: Target) -> str | None:
     if problem.compute_dtype == "float32" or (form.quantized and problem.q_dtype != "bfloat16"):
         return (
             f"queries of {problem.q_dtype} over pages of {form.dtype}: its products take bfloat16 "
-            "or float16, the same in both, or bfloat16 queries over pages of 8 bits"
+            "or float16, the same in both, or bfloat16 queries over pages of 8 bits; make both "
+            "bfloat16"
         )
     if not form.packed and form.head_dim % SWIZZLED:
         return f"head dim {form.head_dim}: it takes multiples of {SWIZZLED}, or packed pages"

@@ -3,7 +3,7 @@
 Keys and values of one page are contiguous, `[2, HKV, PS, D]`, so that one transfer fetches them.
 With a head dim of at most 64 they share rows of 128 lanes instead, `[1, HKV, PS, 128]`: keys from
 lane 0, values from lane 64. Rows of 64 lanes are half of what a TPU stores anyway, and XLA would
-copy the whole pool into that form at every call.
+copy the whole pool into that form at every call. Lanes between heads and values are zero.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 QUANTIZED = tuple(_LARGEST)
 """Dtypes of pools that carry scales."""
 
+DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED)
+"""Dtypes that pages may have."""
+
 
 class QuantizedPages(NamedTuple):
     """A pool of 8-bit pages. A key or value is `values * scales`, one scale a token and head.
 
     Attributes:
         values: `[P, 2, HKV, PS, D]` or packed `[P, 1, HKV, PS, 128]`, int8 or float8_e4m3fn.
-        scales: `[P, 2, HKV, S]` float32, slots padded to a multiple of 128; index 0 of axis 1
-            belongs to keys, 1 to values.
+        scales: float32 of the shape `Layout.scales_shape`: `[P, 2, HKV, PS]` with heads and slots
+            padded to what a TPU stores; index 0 of axis 1 belongs to keys, 1 to values. Finite,
+            also where nothing was written: `write_kv` multiplies what it replaces by zero.
     """
 
     values: Array
@@ -85,17 +89,24 @@ class Layout:
 
     @property
     def scales_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the scales of 8-bit pages."""
+        """Shape of the scales of 8-bit pages, padded to whole tiles of a TPU."""
         slots = -(-self.page_size // SCALE_LANES) * SCALE_LANES
-        return self.num_pages, 2, self.kv_heads, slots
+        heads = min(1 << (self.kv_heads - 1).bit_length(), -(-self.kv_heads // 8) * 8)
+        return self.num_pages, 2, heads, slots
 
 
 def layout(
     num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike
 ) -> Layout:
-    """The layout that every backend takes for these heads: packed up to a head dim of 64."""
-    packed = head_dim <= VALUE_LANE
-    return Layout(num_pages, kv_heads, page_size, head_dim, packed, jnp.dtype(dtype).name)
+    """The layout that every backend takes for these heads: packed up to a head dim of 64.
+
+    Raises:
+        ValueError: a dtype that pages cannot have.
+    """
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    if name not in DTYPES:
+        raise ValueError(f"pages cannot be {name}: choose one of {', '.join(DTYPES)}")
+    return Layout(num_pages, kv_heads, page_size, head_dim, head_dim <= VALUE_LANE, name)
 
 
 def empty_pages(form: Layout) -> KVPages:
@@ -114,8 +125,11 @@ def layout_of(kv_pages: KVPages, head_dim: int) -> Layout:
             without scales, or a wider one with them.
     """
     values = kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages
-    if values.ndim != 5:
-        raise ValueError(f"kv_pages {values.shape} must be [P, 2, HKV, PS, D]")
+    if len(getattr(values, "shape", ())) != 5:
+        raise ValueError(
+            f"kv_pages {getattr(values, 'shape', type(values))} must be an array "
+            "[P, 2, HKV, PS, D], or QuantizedPages"
+        )
     pages, sides, heads, size, lanes = values.shape
     packed = sides == 1 and lanes == PACKED_LANES and head_dim <= VALUE_LANE
     if not packed and (sides != 2 or lanes != head_dim):
@@ -125,6 +139,8 @@ def layout_of(kv_pages: KVPages, head_dim: int) -> Layout:
             + (f" or [P, 1, HKV, PS, {PACKED_LANES}]" if head_dim <= VALUE_LANE else "")
         )
     form = Layout(pages, heads, size, head_dim, packed, jnp.dtype(values.dtype).name)
+    if form.dtype not in DTYPES:
+        raise ValueError(f"pages cannot be {form.dtype}: choose one of {', '.join(DTYPES)}")
     if isinstance(kv_pages, QuantizedPages) != form.quantized:
         raise ValueError(
             f"pages of {form.dtype} {'need' if form.quantized else 'take no'} scales: "
@@ -179,4 +195,4 @@ def read_pages(
     if not isinstance(kv_pages, QuantizedPages):
         return x, None
     scales = cast(jax.Array, kv_pages.scales).at[page, side].get(mode="clip")
-    return x, scales[..., : form.page_size]
+    return x, scales[..., : form.kv_heads, : form.page_size]

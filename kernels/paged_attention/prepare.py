@@ -58,6 +58,7 @@ def tables(
         tiles: tiles a sequence.
     """
     page, span, block, count = (jnp.asarray(x) for x in mask)
+    count = jnp.clip(count, 0, page.shape[1])  # a kernel would wait for ever for what is not there
     first = lengths - q_lens
     start = block * page_size
     lo, hi = span & 0xFFFF, span >> 16

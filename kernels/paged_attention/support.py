@@ -3,33 +3,60 @@
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from dataclasses import dataclass
 
 import jax
 
-from da_jax.kernels.chips import Target
-from da_jax.kernels.paged_attention.pool import Layout
+from da_jax.kernels.chips import CHIPS, Target, describe
+from da_jax.kernels.paged_attention.pool import DTYPES, QUANTIZED, Layout
 
-_ALL = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
-_NO_FP8 = _ALL[:-1]
+Q_DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes that queries may have."""
 
-KV_DTYPES: dict[str, dict[str, tuple[str, ...]]] = {
-    "mosaic_tpu": {
-        family: ("float32", "bfloat16", "int8", "float8_e4m3fn")
-        for family in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x")
-    },
-    "mosaic_gpu": {"hopper": ("bfloat16", "float16", "int8", "float8_e4m3fn")},
-    "triton": {"ampere": _NO_FP8, "ada": _ALL, "hopper": _ALL, "blackwell": _ALL},
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a Pallas backend needs and takes.
+
+    Attributes:
+        platform: where it runs: "tpu" or "gpu".
+        needs: module of JAX that it is written with.
+        pages: dtypes of the pages it takes, by family of chips.
+        interpreted_as: the device that its interpreter stands for.
+    """
+
+    platform: str
+    needs: str
+    pages: dict[str, tuple[str, ...]]
+    interpreted_as: Target
+
+
+_NO_FP8 = tuple(dtype for dtype in DTYPES if dtype != "float8_e4m3fn")
+_NO_FP16 = tuple(dtype for dtype in DTYPES if dtype != "float16")
+
+KERNELS = {
+    "mosaic_tpu": Kernel(
+        "tpu",
+        "jax.experimental.pallas.tpu",
+        dict.fromkeys(("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x"), _NO_FP16),
+        describe("tpu", "TPU v5 lite"),
+    ),
+    "mosaic_gpu": Kernel(
+        "gpu",
+        "jax.experimental.pallas.mosaic_gpu",
+        {"hopper": ("bfloat16", "float16", *QUANTIZED)},
+        describe("gpu", "NVIDIA H200"),
+    ),
+    "triton": Kernel(
+        "gpu",
+        "jax.experimental.pallas.triton",
+        {"ampere": _NO_FP8, **dict.fromkeys(("ada", "hopper", "blackwell"), DTYPES)},
+        describe("gpu", "NVIDIA H200"),
+    ),
 }
-"""Dtypes of the pages, by backend and family of chips. `xla` and `reference` take all, anywhere."""
-
-_PLATFORM = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu", "triton": "gpu"}
-_NEEDS = {
-    "mosaic_tpu": "jax.experimental.pallas.tpu",
-    "mosaic_gpu": "jax.experimental.pallas.mosaic_gpu",
-    "triton": "jax.experimental.pallas.triton",
-}
+"""Pallas backends in order of preference: the one table of what runs where."""
 
 
 @dataclass(frozen=True)
@@ -61,41 +88,50 @@ class Problem:
 
     @property
     def compute_dtype(self) -> str:
-        """What matrix products take: bfloat16 or float16 where nothing finer comes in."""
-        half = ("bfloat16", "float16")
-        if self.q_dtype in half and (self.form.quantized or self.form.dtype == self.q_dtype):
-            return self.q_dtype
-        return "float32"
+        """What matrix products take: 16 bits where nothing finer comes in.
+
+        float16 has not the range for weights times scales, so 8-bit pages go with float32 there.
+        """
+        half = {"bfloat16": ("bfloat16", *QUANTIZED), "float16": ("float16",)}
+        return self.q_dtype if self.form.dtype in half.get(self.q_dtype, ()) else "float32"
 
 
 def obstacle(backend: str, target: Target) -> str | None:
-    """Says why a backend runs nothing at all on a device, or None where it runs."""
-    if backend not in KV_DTYPES:
-        return None
-    if target.platform != _PLATFORM[backend]:
-        return f"needs a {_PLATFORM[backend].upper()}, this is {target.platform} ({target.kind})"
-    if target.family not in KV_DTYPES[backend]:
-        known = ", ".join(KV_DTYPES[backend])
-        return f"{target.kind} ({target.family}) is not one of its chips: {known}"
+    """Says why a Pallas backend runs nothing at all on a device, or None where it runs."""
+    kernel = KERNELS[backend]
+    if target.platform != kernel.platform:
+        return f"needs a {kernel.platform.upper()}, this is {target.platform} ({target.kind})"
+    if target.family not in kernel.pages:
+        chips = ", ".join(chip.name for chip in CHIPS if chip.family in kernel.pages)
+        return f"{target.kind} is not one of its chips: {chips}, or of their family"
     return missing(backend)
 
 
 def missing(backend: str) -> str | None:
-    """Says which feature of the installed JAX a backend lacks, or None."""
+    """Says which feature of the installed JAX a Pallas backend lacks, or None."""
+    needs = KERNELS[backend].needs
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            module = importlib.import_module(_NEEDS[backend])
+            module = importlib.import_module(needs)
     except ImportError as error:
-        return f"this JAX has no {_NEEDS[backend]} ({error})"
+        return f"this JAX has no {needs} ({error})"
     if backend == "mosaic_gpu" and not hasattr(module, "InterpretGPUParams"):
         return f"it needs jax 0.11 or newer, this is {jax.__version__}"
     return None
 
 
+def interpreter_obstacle(backend: str) -> str | None:
+    """Says why the interpreter of a Pallas backend cannot run in this process, or None."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if backend == "mosaic_gpu" and cores == 1 and int(os.environ.get("NPROC", "1")) < 2:
+        return "its interpreter needs two threads: set NPROC=2 in the environment before JAX starts"
+    return missing(backend)
+
+
 def page_dtypes(backend: str, target: Target) -> tuple[str, ...]:
     """Dtypes of the pages that a backend takes on a device."""
-    return KV_DTYPES[backend].get(target.family, ()) if backend in KV_DTYPES else _ALL
+    return KERNELS[backend].pages.get(target.family, ()) if backend in KERNELS else DTYPES
 
 
 def refuses_dtype(backend: str, problem: Problem, target: Target) -> str | None:
@@ -103,7 +139,4 @@ def refuses_dtype(backend: str, problem: Problem, target: Target) -> str | None:
     allowed = page_dtypes(backend, target)
     if problem.form.dtype in allowed:
         return None
-    return (
-        f"pages of {problem.form.dtype} on {target.kind} ({target.family}): it takes "
-        f"{', '.join(allowed)}"
-    )
+    return f"pages of {problem.form.dtype} on {target.kind}: it takes {', '.join(allowed)}"

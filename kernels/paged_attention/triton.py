@@ -45,7 +45,6 @@ with warnings.catch_warnings():
 Ref: TypeAlias = Any
 
 _LEAST = 16  # rows, slots and lanes of the smallest product on tensor cores
-_USUAL_CORES = 64  # where the number of multiprocessors is not known
 _NOWHERE = jnp.iinfo(jnp.int32).max
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -142,7 +141,7 @@ def _default(problem: Problem, target: Target) -> Config:
     heavy = wide or problem.form.quantized or _rows(problem, config.tile) * d >= 1 << 13
     resident = target.fast_memory // _shared_memory(problem, target, config)
     programs = problem.batch * problem.form.kv_heads * -(-problem.queries // config.tile)
-    room = (target.cores if target.cores > 1 else _USUAL_CORES) * min(2, resident)
+    room = target.cores * min(2, resident)
     splits = max(1, min(room // programs, _steps(problem, config.block)))
     return replace(config, splits=splits, warps=8 if heavy else 4)
 

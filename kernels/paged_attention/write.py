@@ -26,7 +26,8 @@ def write_kv(
         k: `[B, T, HKV, D]` keys, cast to the dtype of the pool, or rounded to 8 bits with a scale.
         v: `[B, T, HKV, D]` values.
         pages: `[B, T]` int32 physical page of each token. A token whose page is `P` is dropped.
-        slots: `[B, T]` int32 slot in the page.
+        slots: `[B, T]` int32 slot in the page. A slot outside the page drops the token, and no two
+            tokens of a call may have the same page and slot.
 
     Returns:
         The pool with the tokens written.
@@ -35,8 +36,9 @@ def write_kv(
         ValueError: shapes that do not belong together.
     """
     form = layout_of(kv_pages, k.shape[-1])
+    kv_pages = jax.tree.map(jnp.asarray, kv_pages)
     want = (*pages.shape, form.kv_heads, form.head_dim)
-    if k.shape != want or v.shape != want or slots.shape != pages.shape:
+    if pages.ndim != 2 or k.shape != want or v.shape != want or slots.shape != pages.shape:
         raise ValueError(
             f"k {k.shape}, v {v.shape}, pages {pages.shape}, slots {slots.shape} do not fit the "
             f"pool {form.shape}: k and v must be {want}"
@@ -66,7 +68,7 @@ def _put_scales(scales: jax.Array, new: jax.Array, pages: jax.Array, slots: jax.
     XLA on TPU would copy the array to scatter single numbers. Tokens of one call may share a row,
     so rows cannot simply be replaced.
     """
-    at = pages[..., None, None], *np.indices(scales.shape[1:3])
+    at = pages[..., None, None], *np.indices(new.shape[2:])
     here = slots[..., None, None, None] == np.arange(scales.shape[-1])
     scales = scales.at[at].multiply(jnp.where(here, 0.0, 1.0), mode="drop")
     return scales.at[at].add(jnp.where(here, new[..., None], 0.0), mode="drop")

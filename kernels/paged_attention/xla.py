@@ -91,7 +91,8 @@ def attend(
         state = lax.fori_loop(0, -(-count // step), trip, _nothing(rows))
         return _finish(state, t)
 
-    out, lse = lax.map(sequence, (q, *padded, mask.count, lengths, q_lens))
+    count = jnp.clip(mask.count, 0, width)
+    out, lse = lax.map(sequence, (q, *padded, count, lengths, q_lens))
     return out.astype(q.dtype), lse
 
 
@@ -130,7 +131,7 @@ def _fetch(kv_pages: KVPages, form: Layout, page: jax.Array, side: int, chunk: _
 
 def _nothing(rows: jax.Array) -> _State:
     # The highest score starts finite, so that exp(-inf - high) is 0 and never exp(-inf + inf).
-    high = jnp.full(rows.shape[:2], jnp.finfo(jnp.float32).min)
+    high = jnp.full_like(rows[..., 0], jnp.finfo(jnp.float32).min)
     return _State(high, jnp.zeros_like(high), jnp.zeros_like(rows))
 
 

@@ -12,7 +12,7 @@ from da_jax.kernels import aot
 from da_jax.kernels.aot import check, machines, matrix, runner
 from da_jax.kernels.aot.machines import MACHINES
 from da_jax.kernels.aot.matrix import BACKENDS, Case, Check
-from da_jax.kernels.paged_attention.support import KV_DTYPES
+from da_jax.kernels.paged_attention.support import KERNELS
 
 CORE = ("TPU v5e", "TPU7x", "H200", "A100")
 MIB = 1 << 20
@@ -56,8 +56,8 @@ def test_attention_compiles_over_the_matrix(name):
 def test_the_matrix_compiles_all_that_the_table_of_dtypes_promises():
     promised = {
         (backend, family, dtype)
-        for backend, families in KV_DTYPES.items()
-        for family, dtypes in families.items()
+        for backend, kernel in KERNELS.items()
+        for family, dtypes in kernel.pages.items()
         for dtype in dtypes
     }
     compiled = {
@@ -207,17 +207,18 @@ def children(monkeypatch):
 
 
 def test_a_child_that_aborts_costs_one_row(children):
+    checks = matrix.plan(MACHINES["TPU v5e"], ["mosaic_tpu"], False)
     children(
         "say('ready')\n"
-        "for i in range(start, 10):\n"
+        f"for i in range(start, {len(checks)}):\n"
         "    if i == 2:\n"
         "        print('LLVM ERROR: Cannot select: elect.sync\\n@ 0x5 frame', file=sys.stderr)\n"
         "        sys.stderr.flush(); os.abort()\n"
         "    print('a compiler says something'); say({'ok': True, 'error': '', 'case': i})\n"
     )
     rows = aot.rows(["v5e"], ["mosaic_tpu"])
-    lost = matrix.plan(MACHINES["TPU v5e"], ["mosaic_tpu"], False)[2]
-    assert [row["case"] for row in rows] == [0, 1, lost.name, *range(3, 10)]
+    lost = checks[2]
+    assert [row["case"] for row in rows] == [0, 1, lost.name, *range(3, len(checks))]
     assert [row["case"] for row in rows if not row["ok"]] == [lost.name]
     assert rows[2]["error"] == "killed by SIGABRT: LLVM ERROR: Cannot select: elect.sync"
     assert rows[2]["target"] == "TPU v5e" and rows[2]["backend"] == "mosaic_tpu"
@@ -225,9 +226,14 @@ def test_a_child_that_aborts_costs_one_row(children):
 
 def test_a_child_that_hangs_is_ended(children):
     children("say('ready'); say({'ok': True, 'error': '', 'case': 0}); time.sleep(600)")
-    rows = aot.rows(["v5e"], ["xla"], seconds=2)
+    rows = aot.rows(["v5e"], ["xla"], seconds=6)
     assert [row["ok"] for row in rows] == [True, False, False]
-    assert {row["error"] for row in rows[1:]} == {"not done within 2 s"}
+    assert {row["error"] for row in rows[1:]} == {"not done within 6 s"}
+
+
+def test_backends_that_are_made_for_none_of_the_targets_are_refused():
+    with pytest.raises(ValueError, match="mosaic_tpu is not made for H100: nothing to compile"):
+        aot.rows(["H100"], ["mosaic_tpu"])
 
 
 def test_a_machine_that_cannot_be_described_is_one_row(children):

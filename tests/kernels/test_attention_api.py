@@ -1,6 +1,7 @@
 """Choosing a backend, refusing arguments, and what the portable backend holds in memory."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import jax
@@ -9,15 +10,19 @@ import numpy as np
 import pytest
 
 from da_jax.kernels import bench
+from da_jax.kernels.chips import current_target
 from da_jax.kernels.paged_attention import (
     BackendError,
+    BlockMask,
     api,
     backends,
     choose,
     compact,
+    layout,
     paged_attention,
     stack,
     support,
+    tuning,
 )
 
 
@@ -123,7 +128,11 @@ def test_bench_refuses_fractions_outside_the_context():
 def counting(monkeypatch, tmp_path):
     """A backend `counting` with settings 1, 2 and 3, of which 2 is the fastest and 3 fails."""
     monkeypatch.setenv("DA_JAX_TUNING", str(tmp_path / "tuned.json"))
-    used = []
+
+    class Used(list):
+        pass
+
+    used = Used()
 
     @dataclasses.dataclass(frozen=True)
     class Config:
@@ -143,6 +152,7 @@ def counting(monkeypatch, tmp_path):
     monkeypatch.setattr(support, "obstacle", lambda *_: None)
     monkeypatch.setattr(support, "refuses_dtype", lambda *_: None)
     module.refuses = lambda *_: None
+    used.config = Config
     monkeypatch.setattr(api, "_BACKENDS", [api._pallas("counting")])
     times = iter([5.0, 3.0])
     monkeypatch.setattr(bench, "median_ms", lambda calls, _: [(calls[0](), next(times))[1]])
@@ -174,8 +184,21 @@ def test_tuning_can_be_turned_off_and_a_broken_file_is_named(counting, monkeypat
         bench.tune(64, 1, None, shape)
 
 
+@pytest.mark.parametrize("entry", [{"block": 1}, {"size": 1, "more": 2}, [1], 7])
+def test_settings_of_another_version_are_named_with_the_remedy(
+    counting, monkeypatch, tmp_path, entry
+):
+    shape = bench.Shape(q_heads=2, kv_heads=1, head_dim=128, page_size=16)
+    bench.tune(64, 1, None, shape)
+    file = tmp_path / "tuned.json"
+    (name,) = json.loads(file.read_text())
+    file.write_text(json.dumps({name: entry}))
+    with pytest.raises(ValueError, match=r"tuned\.json.*another version; delete the file"):
+        tuning.stored("counting", current_target(), bench._problem(64, 1, shape), counting.config)
+
+
 def test_backends_without_settings_are_not_tuned():
-    with pytest.raises(ValueError, match="'xla' has no settings"):
+    with pytest.raises(ValueError, match=r"'xla' has no settings to measure here: .*mosaic_tpu"):
         bench.tune(64, 1, "xla", bench.Shape(2, 1, 32, 16))
 
 
@@ -184,3 +207,62 @@ def test_masks_on_the_host_are_checked():
     mask.page[0, 1] = 4
     with pytest.raises(ValueError, match="entry 1: page 4"):
         paged_attention(q, kv_pages, mask, lengths, scale=1.0)
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+@pytest.mark.parametrize("shape", [(0, 1, 2), (1, 0, 2), (1, 1, 0)], ids=["B", "T", "W"])
+def test_nothing_asked_or_listed_gives_zeros(impl, shape):
+    batch, queries, width = shape
+    q, kv_pages, _, _ = arguments()
+    q = jnp.ones((batch, queries, 2, 32))
+    table = np.zeros((batch, width), np.int32)
+    mask = BlockMask(table, table, table, np.zeros(batch, np.int32))
+    lengths = np.ones(batch, np.int32)
+    out, lse = paged_attention(q, kv_pages, mask, lengths, scale=1.0, return_lse=True, impl=impl)
+    assert out.shape == q.shape and not out.any()
+    assert lse.shape == q.shape[:3] and np.isneginf(lse).all()
+
+
+def test_dtypes_that_mean_nothing_are_refused():
+    q, kv_pages, mask, lengths = arguments()
+    with pytest.raises(ValueError, match="q is int32: make it one of"):
+        paged_attention(q.astype(jnp.int32), kv_pages, mask, lengths, scale=1.0)
+    with pytest.raises(ValueError, match="pages cannot be uint8: choose one of float32"):
+        paged_attention(q, kv_pages.astype(jnp.uint8), mask, lengths, scale=1.0)
+    with pytest.raises(ValueError, match="pages cannot be float8_e5m2"):
+        layout(1, 1, 16, 128, "float8_e5m2")
+    with pytest.raises(ValueError, match=r"kv_pages .*tuple.*QuantizedPages"):
+        paged_attention(q, (kv_pages, kv_pages), mask, lengths, scale=1.0)
+
+
+@pytest.mark.parametrize("impl", ["xla", "triton:interpret"])
+def test_a_window_beyond_every_position_is_no_window(impl):
+    q, kv_pages, mask, lengths = arguments()
+    run = lambda window: paged_attention(
+        q, kv_pages, mask, lengths, scale=1.0, window=window, return_lse=True, impl=impl
+    )
+    for wide in (2**31 - 1, 2**40):
+        np.testing.assert_array_equal(run(wide)[1], run(None)[1])
+
+
+@pytest.mark.parametrize("impl", ["xla", "mosaic_tpu:interpret"])
+def test_counts_outside_the_mask_do_not_hang_or_count_twice(impl):
+    q, _, mask, lengths = arguments()
+    kv_pages = jnp.ones((4, 1, 1, 8, 128))
+    call = jax.jit(
+        lambda mask: paged_attention(
+            q, kv_pages, mask, lengths, scale=1.0, return_lse=True, impl=impl
+        )
+    )
+    _, lse = call(mask)
+    np.testing.assert_array_equal(call(mask._replace(count=mask.count + 9))[1], lse)
+    assert np.isneginf(call(mask._replace(count=mask.count - 9))[1]).all()
+
+
+def test_the_gpu_interpreter_is_refused_where_it_would_hang(monkeypatch):
+    monkeypatch.setattr(support.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.delenv("NPROC", raising=False)
+    with pytest.raises(BackendError, match="set NPROC=2"):
+        choose("mosaic_gpu:interpret")
+    monkeypatch.setenv("NPROC", "2")
+    assert "NPROC" not in (support.interpreter_obstacle("mosaic_gpu") or "")

@@ -21,6 +21,7 @@ from da_jax.kernels.paged_attention import (
     layout_of,
     paged_attention,
     stack,
+    support,
     write_kv,
     xla,
 )
@@ -55,6 +56,7 @@ QUICK = {
         "queries": 9,
         "page_size": 32,
     },
+    "int8_three_heads": {"kv_dtype": "int8", "kv_heads": 3, "page_size": 32, "head_dim": 128},
     "fp8_packed": {"kv_dtype": "float8_e4m3fn", "window": 20, "page_size": 64},
     "bfloat16_pages": {"kv_dtype": "bfloat16", "head_dim": 128, "queries": 2},
 }
@@ -90,9 +92,8 @@ REFUSED = {
 }
 """Cases that a backend does not take, and what it must say."""
 
-KERNELS = ("mosaic_tpu", "mosaic_gpu", "triton")
 HERE = [row.name for row in backends() if row.available]
-INTERPRETED = [name + INTERPRET for name in KERNELS]
+INTERPRETED = [name + INTERPRET for name in support.KERNELS]
 
 
 @pytest.fixture(params=[*HERE, *INTERPRETED])
@@ -199,6 +200,7 @@ def test_rows_that_see_nothing_are_zero(impl):
 
 def test_order_of_entries_does_not_matter(impl):
     case = case_for(impl, queries=6)
+    check(case, impl)
     other = shuffled(case.mask, np.random.default_rng(1))
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(case.mask, other))
     (out, lse), (other_out, other_lse) = run(case, impl), run(case, impl, mask=other)

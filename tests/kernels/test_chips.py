@@ -45,8 +45,9 @@ def test_a_name_that_only_begins_alike_is_another_chip(kind):
     ],
 )
 def test_an_unknown_gpu_is_placed_by_its_compute_capability(capability, family, memory):
-    target = chips.target("gpu", "NVIDIA Something", capability)
+    target = chips.describe("gpu", "NVIDIA Something", capability)
     assert (target.family, target.fast_memory, target.chip) == (family, memory, None)
+    assert target.cores == (132 if family == "hopper" else 64)
 
 
 def test_programs_for_another_device_are_made_for_that_device():

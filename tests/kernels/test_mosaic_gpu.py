@@ -21,7 +21,7 @@ mosaic_gpu = pytest.importorskip("da_jax.kernels.paged_attention.mosaic_gpu")
 plan_module = pytest.importorskip("da_jax.kernels.paged_attention.mosaic_gpu_plan")
 plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
-H200 = chips.target("gpu", "NVIDIA H200")
+H200 = chips.describe("gpu", "NVIDIA H200")
 needs_jax_0_11 = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
     reason="the kernel and its interpreter need jax 0.11 or newer",

@@ -17,8 +17,8 @@ from da_jax.kernels.paged_attention.support import Problem
 tpu = pytest.importorskip("da_jax.kernels.paged_attention.mosaic_tpu")
 plan_of = pytest.importorskip("da_jax.kernels.paged_attention.mosaic_tpu_plan")
 
-V5E = chips.target("tpu", "TPU v5 lite")
-V5P = chips.target("tpu", "TPU v5")
+V5E = chips.describe("tpu", "TPU v5 lite")
+V5P = chips.describe("tpu", "TPU v5")
 SMALL = tpu.Config(block_bytes=1, tile_rows=8)
 
 
@@ -158,7 +158,7 @@ def test_unpacked_small_heads_are_refused():
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
 @pytest.mark.parametrize("queries", [1, 512])
 def test_plans_fit(kind, queries):
-    target = chips.target("tpu", kind)
+    target = chips.describe("tpu", kind)
     for changes in (
         {}, {"head_dim": 64, "page_size": 16}, {"head_dim": 512, "group": 8, "kv_heads": 4},
         {"q_dtype": "float32", "kv_dtype": "float32"}, {"kv_dtype": "int8", "page_size": 128},
@@ -193,7 +193,7 @@ def compiled(topology: str, asked: Problem):
     )
     attend = partial(
         tpu.attend, scale=1.0, softcap=30.0, window=None, config=None, interpret=False,
-        target=chips.target("tpu", device.device_kind),
+        target=chips.describe("tpu", device.device_kind),
     )  # fmt: skip
     abstract = AbstractDevice(device.device_kind, device.num_cores, platform="tpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):

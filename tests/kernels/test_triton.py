@@ -6,7 +6,7 @@ import itertools
 import re
 import sys
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from support.paged_cases import TOLERANCE, Case, make_case
 
-from da_jax.kernels.chips import CHIPS, target
+from da_jax.kernels.chips import CHIPS, describe
 from da_jax.kernels.paged_attention import choose, layout, support, triton
 from da_jax.kernels.paged_attention.support import Problem
 from da_jax.kernels.paged_attention.triton import Config
 
-H200 = target("gpu", "NVIDIA H200")
-L4 = target("gpu", "NVIDIA L4")
+H200 = describe("gpu", "NVIDIA H200")
+L4 = describe("gpu", "NVIDIA L4")
 PALLAS_TRITON = "jax.experimental.pallas.triton"
 
 
@@ -123,12 +123,12 @@ def test_planted_faults_are_caught(monkeypatch, fault):
         check(small(**options), SPLIT)
 
 
-GPUS = [chip for chip in CHIPS if chip.family in support.KV_DTYPES["triton"]]
+GPUS = [chip for chip in CHIPS if chip.family in support.KERNELS["triton"].pages]
 
 
 @pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)
 def test_candidates_fit_every_chip_and_the_default_is_first(chip):
-    on = target("gpu", chip.kinds[0])
+    on = describe("gpu", chip.kinds[0])
     for head_dim, group, queries, dtype, kv_dtype in itertools.product(
         (32, 64, 128, 256, 512), (1, 5, 8), (1, 64), ("float32", "bfloat16"), (None, "int8")
     ):
@@ -155,7 +155,7 @@ def test_splits_fill_the_multiprocessors(batch, head_dim):
 
 
 def test_an_unknown_chip_gets_some_splits():
-    unknown = replace(H200, chip=None, cores=1)
+    unknown = describe("gpu", "NVIDIA Something", "8.9")
     assert 64 <= 8 * triton.candidates(problem(), unknown)[0].splits <= 128
 
 

@@ -178,7 +178,8 @@ def _pool(
     _, kv_heads, head_dim = sequences[0].keys.shape
     lanes = 128 if packed else head_dim
     pool = np.full((pages, 1 if packed else 2, kv_heads, page_size, lanes), np.nan)
-    scales = np.full((pages, 2, kv_heads, -(-page_size // 128) * 128), np.nan)
+    padded = {3: 4, 5: 8, 6: 8, 7: 8}.get(kv_heads, kv_heads)
+    scales = np.full((pages, 2, padded, -(-page_size // 128) * 128), np.nan)
     for s in sequences:
         for t in range(s.queries):
             at = s.seen(t, window)
@@ -188,7 +189,7 @@ def _pool(
             for side, (x, scale) in enumerate(sides):
                 row, lane = (0, 64 * side) if packed else (side, 0)
                 pool[page, row, :, slot, lane : lane + head_dim] = x[at] / scale[at][..., None]
-                scales[page, side, :, slot] = scale[at]
+                scales[page, side, :kv_heads, slot] = scale[at]
     if dtype == "int8":
         pool = np.nan_to_num(np.round(pool), nan=77)
     values = jnp.asarray(pool, dtype)
