@@ -139,4 +139,7 @@ def refuses_dtype(backend: str, problem: Problem, target: Target) -> str | None:
     allowed = page_dtypes(backend, target)
     if problem.form.dtype in allowed:
         return None
-    return f"pages of {problem.form.dtype} on {target.kind}: it takes {', '.join(allowed)}"
+    return (
+        f"pages of {problem.form.dtype} on {target.kind}: it takes {', '.join(allowed)}; make the "
+        "pages (and with them the model) one of these"
+    )

@@ -58,5 +58,5 @@ def test_a_backend_that_does_not_take_the_model_is_refused_before_anything_compi
     if support.interpreter_obstacle("mosaic_gpu"):
         pytest.skip(support.interpreter_obstacle("mosaic_gpu"))
     monkeypatch.setattr(Runner, "warm_up", lambda *_: pytest.fail("compiled"))
-    with pytest.raises(BackendError, match=r"float32 over pages of float32.*make both bfloat16"):
+    with pytest.raises(BackendError, match=r"pages of float32 on NVIDIA H200: it takes bfloat16"):
         load("mosaic_gpu:interpret")
