@@ -1,6 +1,6 @@
 """Checks and times the attention kernels on the GPU at hand.
 
-    python -m da_jax.kernels.device_check [--quick] [--json]
+    python -P -m da_jax.kernels.device_check [--quick] [--json]
 
 It compares the compiled kernels with a float64 answer, measures how fast the device copies its own
 memory, times decode at several visibilities against that, and times the alternatives over a dense
@@ -191,7 +191,7 @@ def follow(suite_name: str, part: str, deadline: float) -> Iterator[Row]:
 
 
 def _command(suite_name: str, part: str, start: int, deadline: float) -> list[str]:
-    command = [sys.executable, "-m", "da_jax.kernels.device_check", "--suite", suite_name]
+    command = [sys.executable, "-P", "-m", "da_jax.kernels.device_check", "--suite", suite_name]
     return [*command, "--part", part, "--start", str(start), "--deadline", str(deadline)]
 
 
@@ -255,7 +255,7 @@ def _driver() -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line; `--suite dry` runs everything on a CPU with tiny shapes."""
-    parser = argparse.ArgumentParser(prog="python -m da_jax.kernels.device_check")
+    parser = argparse.ArgumentParser(prog="python -P -m da_jax.kernels.device_check")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--quick", action="store_true", help="one layer and context")
     parser.add_argument(

@@ -107,7 +107,8 @@ def _head(machine: Machine, backend: str, case: str) -> Row:
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "da_jax.kernels.aot", "--child", *arguments]
+    # -P: the installed package, and not a folder of its name where the command is given.
+    return [sys.executable, "-P", "-m", "da_jax.kernels.aot", "--child", *arguments]
 
 
 def _child(

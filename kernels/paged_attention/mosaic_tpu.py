@@ -291,9 +291,10 @@ def _call(
     rows = group_rows(q, form.kv_heads, plan.tile, plan.rows)
     values, scales = kv_pages, []
     if isinstance(kv_pages, QuantizedPages):
-        # XLA on TPU7x would move all scales to VMEM before each call.
-        scales = [pltpu.with_memory_space_constraint(kv_pages.scales, pltpu.HBM)]
-        values = kv_pages.values
+        values, scales = kv_pages.values, [kv_pages.scales]
+        if isinstance(scales[0], jax.core.Tracer):
+            # XLA on TPU7x would move all scales to VMEM before each call of a larger program.
+            scales = [pltpu.with_memory_space_constraint(scales[0], pltpu.HBM)]
     steps = batch * plan.tiles
 
     def tile_of(*shape: int) -> pl.BlockSpec:

@@ -11,11 +11,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 from support.paged_cases import TOLERANCE, Case, make_case
 
 from da_jax.kernels import chips
-from da_jax.kernels.paged_attention import BlockMask, QuantizedPages, layout
-from da_jax.kernels.paged_attention.support import Problem
-
-tpu = pytest.importorskip("da_jax.kernels.paged_attention.mosaic_tpu")
-plan_of = pytest.importorskip("da_jax.kernels.paged_attention.mosaic_tpu_plan")
+from da_jax.kernels.paged_attention import (
+    BlockMask,
+    Problem,
+    QuantizedPages,
+    layout,
+    paged_attention,
+)
+from da_jax.kernels.paged_attention import mosaic_tpu as tpu
+from da_jax.kernels.paged_attention import mosaic_tpu_plan as plan_of
 
 V5E = chips.describe("tpu", "TPU v5 lite")
 V5P = chips.describe("tpu", "TPU v5")
@@ -223,3 +227,12 @@ def test_compiles_without_a_copy_of_the_pool(monkeypatch, topology):
         # A pool that would fit VMEM could be copied there unnoticed.
         assert asked.form.num_pages * asked.form.page_bytes > 2 * V5E.fast_memory
         assert compiled(topology, asked).memory_analysis().temp_size_in_bytes < 4 << 20
+
+
+def test_8_bit_pages_are_read_outside_jit_too():
+    case = make_case(head_dim=128, page_size=32, kv_dtype="int8")
+    out = paged_attention(
+        case.q, case.pool, case.mask, case.lengths, case.q_lens, impl="mosaic_tpu:interpret",
+        **case.options,
+    )  # fmt: skip
+    np.testing.assert_allclose(out, case.answer()[0], rtol=1e-5, atol=1e-5)
