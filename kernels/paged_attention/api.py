@@ -15,8 +15,8 @@ import numpy as np
 from da_jax.kernels.chips import Target, current_target
 from da_jax.kernels.paged_attention import reference, support, tuning, xla
 from da_jax.kernels.paged_attention.mask import Array, BlockMask, validate
-from da_jax.kernels.paged_attention.pool import KVPages, layout_of
-from da_jax.kernels.paged_attention.support import Problem
+from da_jax.kernels.paged_attention.pool import KVPages
+from da_jax.kernels.paged_attention.support import Problem, problem_of
 
 INTERPRET = ":interpret"
 """Suffix of `impl` that runs a Pallas kernel in its interpreter: slow, exact, on any machine."""
@@ -224,22 +224,6 @@ def _per_sequence(name: str, values: Array, batch: int) -> jax.Array:
             f"{batch} sequences"
         )
     return values.astype(jnp.int32)
-
-
-def problem_of(q: Array, kv_pages: KVPages, mask: BlockMask, window: int | None) -> Problem:
-    """Describes a call by what shapes its program.
-
-    Raises:
-        ValueError: arrays of the wrong rank or dtype, or pages that hold no heads of this size.
-    """
-    if jnp.dtype(q.dtype).name not in support.Q_DTYPES:
-        raise ValueError(f"q is {q.dtype}: make it one of {', '.join(support.Q_DTYPES)}")
-    if q.ndim != 4 or mask.page.ndim != 2:
-        raise ValueError(f"q {q.shape} must be [B, T, HQ, D] and the mask {mask.page.shape} [B, W]")
-    form = layout_of(kv_pages, q.shape[3])
-    batch, queries, q_heads, _ = q.shape
-    dtype = jnp.dtype(q.dtype).name
-    return Problem(batch, queries, q_heads, mask.page.shape[1], dtype, form, window is not None)
 
 
 def _check(

@@ -47,7 +47,7 @@ from da_jax.kernels.paged_attention.mosaic_gpu_plan import (
     refuses,
     scratch,
 )
-from da_jax.kernels.paged_attention.pool import VALUE_LANE, KVPages, layout_of
+from da_jax.kernels.paged_attention.pool import VALUE_LANE, KVPages
 from da_jax.kernels.paged_attention.prepare import (
     Tables,
     group_rows,
@@ -55,7 +55,7 @@ from da_jax.kernels.paged_attention.prepare import (
     tables,
     ungroup_rows,
 )
-from da_jax.kernels.paged_attention.support import Problem
+from da_jax.kernels.paged_attention.support import problem_of
 
 __all__ = ["Config", "attend", "candidates", "refuses"]
 
@@ -135,9 +135,8 @@ def attend(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Backend of `paged_attention`: the output `[B, T, HQ, D]` and the float32 lse `[B, T, HQ]`."""
-    b, t, hq, d = q.shape
-    form = layout_of(kv_pages, d)
-    problem = Problem(b, t, hq, mask.page.shape[1], q.dtype.name, form, window is not None)
+    problem = problem_of(q, kv_pages, mask, window)
+    form, t, d = problem.form, problem.queries, q.shape[3]
     plan = plan_of(problem, config or candidates(problem, target)[0])
     reason = misfit(plan, target)
     if reason is not None:

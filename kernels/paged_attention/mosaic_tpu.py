@@ -47,10 +47,9 @@ from da_jax.kernels.paged_attention.pool import (
     VALUE_LANE,
     KVPages,
     QuantizedPages,
-    layout_of,
 )
 from da_jax.kernels.paged_attention.prepare import Tables, group_rows, tables, ungroup_rows
-from da_jax.kernels.paged_attention.support import Problem
+from da_jax.kernels.paged_attention.support import problem_of
 
 _MANY_ROWS = 64  # with fewer, heads are unrolled so that they overlap
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -259,10 +258,9 @@ def attend(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Backend of `paged_attention`: the output `[B, T, HQ, D]` and the float32 lse `[B, T, HQ]`."""
-    batch, queries, q_heads, head_dim = q.shape
-    form = layout_of(kv_pages, head_dim)
-    width, dtype = mask.page.shape[1], jnp.dtype(q.dtype).name
-    problem = Problem(batch, queries, q_heads, width, dtype, form, window is not None)
+    batch, queries, _, head_dim = q.shape
+    problem = problem_of(q, kv_pages, mask, window)
+    form = problem.form
     plan = make_plan(problem, target, config or Config())
     plan = dataclasses.replace(plan, scale=scale, softcap=softcap, window=window)
     cut = tables(

@@ -8,9 +8,11 @@ import warnings
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from da_jax.kernels.chips import CHIPS, Target, describe
-from da_jax.kernels.paged_attention.pool import DTYPES, QUANTIZED, Layout
+from da_jax.kernels.paged_attention.mask import Array, BlockMask
+from da_jax.kernels.paged_attention.pool import DTYPES, QUANTIZED, KVPages, Layout, layout_of
 
 Q_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes that queries may have."""
@@ -94,6 +96,22 @@ class Problem:
         """
         half = {"bfloat16": ("bfloat16", *QUANTIZED), "float16": ("float16",)}
         return self.q_dtype if self.form.dtype in half.get(self.q_dtype, ()) else "float32"
+
+
+def problem_of(q: Array, kv_pages: KVPages, mask: BlockMask, window: int | None) -> Problem:
+    """Describes a call by what shapes its program.
+
+    Raises:
+        ValueError: arrays of the wrong rank or dtype, or pages that hold no heads of this size.
+    """
+    if jnp.dtype(q.dtype).name not in Q_DTYPES:
+        raise ValueError(f"q is {q.dtype}: make it one of {', '.join(Q_DTYPES)}")
+    if q.ndim != 4 or mask.page.ndim != 2:
+        raise ValueError(f"q {q.shape} must be [B, T, HQ, D] and the mask {mask.page.shape} [B, W]")
+    form = layout_of(kv_pages, q.shape[3])
+    batch, queries, q_heads, _ = q.shape
+    dtype = jnp.dtype(q.dtype).name
+    return Problem(batch, queries, q_heads, mask.page.shape[1], dtype, form, window is not None)
 
 
 def obstacle(backend: str, target: Target) -> str | None:

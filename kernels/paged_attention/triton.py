@@ -34,9 +34,8 @@ from da_jax.kernels.paged_attention.pool import (
     KVPages,
     Layout,
     QuantizedPages,
-    layout_of,
 )
-from da_jax.kernels.paged_attention.support import Problem
+from da_jax.kernels.paged_attention.support import Problem, problem_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -188,10 +187,8 @@ def attend(
     Raises:
         ValueError: `config` needs more shared memory than the target has.
     """
-    b, t, hq, d = q.shape
-    form = layout_of(kv_pages, d)
-    dtype = jnp.dtype(q.dtype).name
-    problem = Problem(b, t, hq, mask.page.shape[1], dtype, form, window is not None)
+    problem = problem_of(q, kv_pages, mask, window)
+    form, t = problem.form, problem.queries
     config = config or _default(problem, target)
     need = _shared_memory(problem, target, config)
     if need > target.fast_memory:
