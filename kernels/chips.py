@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
-
 
 @dataclass(frozen=True)
 class Chip:
@@ -23,6 +21,7 @@ class Chip:
         fast_memory: bytes a program can use on chip: VMEM of a TPU core, shared memory of a CUDA
             block.
         cores: TensorCores of a TPU that one program can use, multiprocessors of a GPU.
+        memory: bytes of the device's own memory, as it reports them.
     """
 
     name: str
@@ -31,24 +30,25 @@ class Chip:
     bandwidth: float
     fast_memory: int
     cores: int
+    memory: int
 
 
 _MIB = 1 << 20
 CHIPS = (
-    Chip("TPU v2", "tpu-v2", ("TPU v2",), 0.35e12, 16 * _MIB, 1),
-    Chip("TPU v3", "tpu-v3", ("TPU v3",), 0.45e12, 16 * _MIB, 1),
-    Chip("TPU v4", "tpu-v4", ("TPU v4",), 1.228e12, 16 * _MIB, 2),
-    Chip("TPU v5e", "tpu-v5e", ("TPU v5 lite", "TPU v5e"), 0.819e12, 128 * _MIB, 1),
-    Chip("TPU v5p", "tpu-v5p", ("TPU v5", "TPU v5p"), 2.765e12, 64 * _MIB, 2),
-    Chip("TPU v6e", "tpu-v6e", ("TPU v6 lite", "TPU v6e"), 1.64e12, 128 * _MIB, 1),
-    Chip("TPU7x", "tpu-7x", ("TPU7", "TPU7x"), 3.69e12, 64 * _MIB, 1),
-    Chip("H200", "hopper", ("NVIDIA H200",), 4.8e12, 232448, 132),
-    Chip("H100", "hopper", ("NVIDIA H100",), 3.35e12, 232448, 132),
-    Chip("A100", "ampere", ("NVIDIA A100",), 2.039e12, 166912, 108),
-    Chip("A100 40GB", "ampere", ("NVIDIA A100-SXM4-40GB",), 1.555e12, 166912, 108),
-    Chip("L4", "ada", ("NVIDIA L4",), 0.3e12, 101376, 58),
-    Chip("T4", "turing", ("Tesla T4", "NVIDIA T4"), 0.32e12, 65536, 40),
-    Chip("B200", "blackwell", ("NVIDIA B200", "NVIDIA GB200"), 8e12, 232448, 148),
+    Chip("TPU v2", "tpu-v2", ("TPU v2",), 0.35e12, 16 * _MIB, 1, 8_192 * _MIB),
+    Chip("TPU v3", "tpu-v3", ("TPU v3",), 0.45e12, 16 * _MIB, 1, 16_384 * _MIB),
+    Chip("TPU v4", "tpu-v4", ("TPU v4",), 1.228e12, 16 * _MIB, 2, 32_768 * _MIB),
+    Chip("TPU v5e", "tpu-v5e", ("TPU v5 lite", "TPU v5e"), 0.819e12, 128 * _MIB, 1, 16_384 * _MIB),
+    Chip("TPU v5p", "tpu-v5p", ("TPU v5", "TPU v5p"), 2.765e12, 64 * _MIB, 2, 97_280 * _MIB),
+    Chip("TPU v6e", "tpu-v6e", ("TPU v6 lite", "TPU v6e"), 1.64e12, 128 * _MIB, 1, 32_768 * _MIB),
+    Chip("TPU7x", "tpu-7x", ("TPU7", "TPU7x"), 3.69e12, 64 * _MIB, 1, 98_304 * _MIB),
+    Chip("H200", "hopper", ("NVIDIA H200",), 4.8e12, 232448, 132, 143_771 * _MIB),
+    Chip("H100", "hopper", ("NVIDIA H100",), 3.35e12, 232448, 132, 81_559 * _MIB),
+    Chip("A100", "ampere", ("NVIDIA A100",), 2.039e12, 166912, 108, 81_920 * _MIB),
+    Chip("A100 40GB", "ampere", ("NVIDIA A100-SXM4-40GB",), 1.555e12, 166912, 108, 40_960 * _MIB),
+    Chip("L4", "ada", ("NVIDIA L4",), 0.3e12, 101376, 58, 23_034 * _MIB),
+    Chip("T4", "turing", ("Tesla T4", "NVIDIA T4"), 0.32e12, 65536, 40, 15_360 * _MIB),
+    Chip("B200", "blackwell", ("NVIDIA B200", "NVIDIA GB200"), 8e12, 232448, 148, 183_359 * _MIB),
 )
 
 _FAMILY_OF_CAPABILITY = {
@@ -101,6 +101,8 @@ def chip_of(kind: str) -> Chip | None:
 def current_target() -> Target:
     """The device of the abstract mesh in use, where programs are made for another machine, or the
     first device of this one."""
+    import jax  # here, for what only reads the table starts no JAX
+
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.platform is not None:
         return describe(abstract.platform, abstract.device_kind)

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from da_jax.kernels.aot import machines
 from da_jax.kernels.aot.machines import Machine
 from da_jax.kernels.aot.matrix import Case, Check
 from da_jax.kernels.paged_attention import (
@@ -107,7 +108,7 @@ class Checker:
         return {"ok": not found, "error": "; ".join(found)} | measured
 
     def _run(self, check: Check) -> tuple[list[str], dict[str, int]]:
-        with use_abstract_mesh(_alone(self.devices[0])):
+        with use_abstract_mesh(machines.context(self.devices[0])):
             if check.kind == "default":
                 return _default_faults(check, self.machine), {}
             if check.kind == "refused":
@@ -128,12 +129,6 @@ class Checker:
             return ["ptxas did not report on registers and spills"]
         spilled = used.get("spills", 0)
         return [f"spills {spilled} bytes of registers"] if spilled else []
-
-
-def _alone(device: jax.Device) -> AbstractMesh:
-    """The context by which `current_target` and Pallas know the chip."""
-    known = Mesh(np.array([device]), ("device",)).abstract_mesh.abstract_device
-    return AbstractMesh((), (), abstract_device=known)
 
 
 def _default_faults(check: Check, machine: Machine) -> list[str]:
@@ -182,16 +177,12 @@ def compile_case(backend: str, case: Case, devices: list[jax.Device]) -> jax.sta
     )
     placed = jax.tree.map(place, arguments, specs)
     # shard_map accepts no other context than its own mesh, which knows the chip too.
-    context = mesh.abstract_mesh if case.devices > 1 else _alone(devices[0])
+    context = mesh.abstract_mesh if case.devices > 1 else machines.context(devices[0])
     with use_abstract_mesh(context):
         donated = (1,) if case.writes else ()
         traced = jax.jit(step, donate_argnums=donated).trace(*placed)
-        lowered = traced.lower(lowering_platforms=(_lowering(devices[0]),))
+        lowered = traced.lower(lowering_platforms=(machines.lowering(devices[0]),))
     return lowered.compile()
-
-
-def _lowering(device: jax.Device) -> str:
-    return "cuda" if device.platform == "gpu" else device.platform
 
 
 def _arguments(case: Case) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.experimental import topologies
+from jax.sharding import AbstractMesh, Mesh
 
 from da_jax.kernels.chips import CHIPS, Chip
 
@@ -26,14 +28,12 @@ class Gpu:
         threads: threads a multiprocessor holds.
         shared: bytes of shared memory of a multiprocessor.
         l2: bytes of the L2 cache.
-        memory: bytes of device memory.
     """
 
     capability: tuple[int, int]
     threads: int
     shared: int
     l2: int
-    memory: int
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ def _machines() -> dict[str, Machine]:
         ("TPU v6e", "v6e:2x2", "v6e-4"),
         ("TPU7x", "tpu7x:2x2x1", "tpu7x-8"),
     )
-    mib, gib = 1 << 20, 1 << 30
+    mib = 1 << 20
     gpus = (
-        ("H200", ("mosaic_gpu", "triton"), Gpu((9, 0), 2048, 233472, 50 * mib, 141 * gib)),
-        ("H100", ("mosaic_gpu", "triton"), Gpu((9, 0), 2048, 233472, 50 * mib, 80 * gib)),
-        ("A100", ("triton",), Gpu((8, 0), 2048, 167936, 40 * mib, 80 * gib)),
-        ("L4", ("triton",), Gpu((8, 9), 1536, 102400, 48 * mib, 24 * gib)),
-        ("B200", ("triton",), Gpu((10, 0), 2048, 233472, 126 * mib, 180 * gib)),
-        ("T4", (), Gpu((7, 5), 1024, 65536, 4 * mib, 16 * gib)),
+        ("H200", ("mosaic_gpu", "triton"), Gpu((9, 0), 2048, 233472, 50 * mib)),
+        ("H100", ("mosaic_gpu", "triton"), Gpu((9, 0), 2048, 233472, 50 * mib)),
+        ("A100", ("triton",), Gpu((8, 0), 2048, 167936, 40 * mib)),
+        ("L4", ("triton",), Gpu((8, 9), 1536, 102400, 48 * mib)),
+        ("B200", ("triton",), Gpu((10, 0), 2048, 233472, 126 * mib)),
+        ("T4", (), Gpu((7, 5), 1024, 65536, 4 * mib)),
     )
     machines = [
         Machine(chips[name], ("mosaic_tpu", "xla"), topology, accelerator)
@@ -159,6 +159,20 @@ def devices(machine: Machine) -> list[jax.Device]:
     return list(topology.devices)[:4]
 
 
+def context(device: jax.Device) -> AbstractMesh:
+    """The mesh under which `current_target` and Pallas take a described device for the present one.
+
+    Use it with `jax.sharding.use_abstract_mesh`.
+    """
+    known = Mesh(np.array([device]), ("device",)).abstract_mesh.abstract_device
+    return AbstractMesh((), (), abstract_device=known)
+
+
+def lowering(device: jax.Device) -> str:
+    """The platform that programs for a device are lowered for."""
+    return "cuda" if device.platform == "gpu" else device.platform
+
+
 def _cuda_folder() -> Path | None:
     """A CUDA toolkit on this machine; without one JAX's plugin uses what it brings along."""
     found = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
@@ -191,7 +205,7 @@ def _target_config(chip: Chip, gpu: Gpu) -> str:
           block_dim_limit_z: 65535
           memory_bandwidth: {int(chip.bandwidth)}
           l2_cache_size: {gpu.l2}
-          device_memory_size: {gpu.memory}
+          device_memory_size: {chip.memory}
           clock_rate_ghz: 1.98
         }}
         platform_name: "CUDA"
