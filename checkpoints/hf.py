@@ -1,38 +1,40 @@
 """Hugging Face folders: safetensors to Flax NNX, and back, without torch.
 
 Loading is strict. Every tensor of the files and every parameter of the model is accounted for; what
-is unmapped, missing or of a wrong shape is one error that lists all of it.
+is unmapped, missing or of a wrong shape is one error that lists all of it. Weights are read as they
+are needed, and of each no more than its device holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16, which safetensors needs)
 import numpy as np
-from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from da_jax.checkpoints.mapping_qwen import ignored, tensor_names
-from da_jax.models import registry
-from da_jax.models.config import ModelConfig, read_json
-from da_jax.models.qwen import Qwen3
+from da_jax.checkpoints import mapping
+from da_jax.checkpoints.errors import CheckpointError
+from da_jax.checkpoints.parameters import (
+    Shardings,
+    assign,
+    flat_parameters,
+    one_device,
+    wanted,
+)
+from da_jax.checkpoints.sources import Source, Stack, Tensor, to_jax
+from da_jax.models import hf_config, registry
+from da_jax.models.config import ModelConfig
+from da_jax.models.decoder import Decoder
 
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded as it is; the message lists every fault."""
-
-
-def flat_parameters(model: nnx.Module) -> dict[str, nnx.Variable]:
-    """The parameters of a model by dotted path, for example `layers.0.attention.q.kernel`."""
-    state = nnx.state(model, nnx.Param)
-    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+__all__ = ["CheckpointError", "assign", "flat_parameters", "load", "save", "sources"]
+_DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -43,7 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = read_json(index).get("weight_map")
+        names = hf_config.read_json(index).get("weight_map")
         if not isinstance(names, dict):
             raise CheckpointError(f"{index} has no weight_map; download it again")
         files = [folder / name for name in sorted(set(names.values()))]
@@ -59,102 +61,173 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def load(folder: Path, *, dtype: jnp.dtype) -> Qwen3:
+def load(
+    folder: Path,
+    *,
+    dtype: jnp.dtype,
+    quantized: bool = False,
+    shardings: Shardings = one_device,
+    as_stored: Collection[str] = (),
+) -> Decoder:
     """Loads a Hugging Face folder (`config.json` and safetensors).
 
     Args:
       folder: the local folder.
       dtype: dtype of the parameters in memory, whatever it is in the file.
+      quantized: whether matrices become int8 with float32 scales.
+      shardings: where the parameter of a path and shape goes.
+      as_stored: paths of parameters that keep the dtype of the file.
 
     Raises:
       ConfigError: for a configuration that is not computed here.
       CheckpointError: listing every unmapped, missing, misshapen or non-float tensor.
     """
-    config = ModelConfig.from_folder(folder)
-    model = registry.abstract(config, dtype=dtype)
-    parameters = flat_parameters(model)
-    names = tensor_names(config)
-    with ExitStack() as stack:
-        stored: dict[str, safe_open] = {}
-        faults = []
-        for name, handle in _open(weight_files(folder), stack):
-            if name in stored:
-                faults.append(f"twice: {name} stands in more than one file")
-            stored[name] = handle
-        faults += _faults(parameters, names, stored, config)
-        if faults:
-            raise CheckpointError(
-                f"{folder} does not fit {config.model_type}; {len(faults)} faults:\n  "
-                + "\n  ".join(faults)
-            )
-        values = {}
-        for path in parameters:
-            value = stored[names[path]].get_tensor(names[path]).astype(dtype)
-            values[path] = jnp.asarray(value.T if path.endswith("kernel") else value)
+    config = hf_config.read(folder)
+    model = registry.abstract(config, dtype=dtype, quantized=quantized)
+    with sources(folder, config) as stored:
+        found = wanted(stored, flat_parameters(model), as_stored)
+        values = {
+            path: to_jax(source, shardings(path, source.shape)) for path, source in found.items()
+        }
     assign(model, values)
     return model
 
 
-def assign(model: nnx.Module, values: dict[str, jax.Array]) -> None:
-    """Sets the parameters of a model from {dotted path: array}."""
-    parameters = flat_parameters(model)
-    for path, value in values.items():
-        parameters[path].set_value(value)
-    keys = (tuple(int(k) if k.isdigit() else k for k in path.split(".")) for path in parameters)
-    nnx.update(model, nnx.from_flat_state(list(zip(keys, parameters.values()))))
+@contextlib.contextmanager
+def sources(folder: Path, config: ModelConfig) -> Iterator[dict[str, Source]]:
+    """The parameters of a folder by path, in the dtype of the file; nothing is read yet.
+
+    Raises:
+      CheckpointError: listing every unmapped, missing, misshapen or non-float tensor.
+    """
+    parameters = flat_parameters(registry.abstract(config, dtype=jnp.dtype(jnp.float32)))
+    shapes = {path: leaf.get_value().shape for path, leaf in parameters.items()}
+    with ExitStack() as stack:
+        files = _Files(weight_files(folder), stack)
+        recipes = {
+            path: max(ways, key=lambda way: sum(part.name in files.names for part in way.parts))
+            for path, ways in mapping.recipes(config).items()
+        }
+        if faults := files.faults + _faults(files, recipes, shapes, config):
+            raise CheckpointError(
+                f"{folder} does not fit {config.family}; {len(faults)} faults:\n  "
+                + "\n  ".join(faults)
+            )
+        yield {path: files.source(recipes[path], shape) for path, shape in shapes.items()}
 
 
-def save(model: Qwen3, config_json: dict, folder: Path) -> None:
+def save(model: Decoder, config_json: dict, folder: Path) -> None:
     """Writes `config.json` and `model.safetensors` that transformers can load.
 
     Args:
-      model: the model.
+      model: the model, not quantised.
       config_json: the Hugging Face configuration to write.
       folder: an existing folder.
     """
-    names = tensor_names(model.config)
-    tensors = {}
+    recipes = mapping.recipes(model.config)
+    prefix = "model.language_model." if "text_config" in config_json else "model."
+    tensors: dict[str, np.ndarray] = {}
     for path, parameter in flat_parameters(model).items():
-        value = np.asarray(parameter[...])
-        tensors[names[path]] = np.ascontiguousarray(value.T if path.endswith("kernel") else value)
+        recipe, value = recipes[path][0], np.asarray(parameter.get_value())
+        for part, piece in zip(recipe.parts, value if recipe.stacked else [value]):
+            name = part.name if part.name.startswith("lm_head") else prefix + part.name
+            shape = part.file_shape(piece.shape)
+            tensor = tensors.setdefault(name, np.empty(shape, piece.dtype))
+            rows = (..., slice(None) if part.rows is None else part.rows, slice(None))
+            tensor[rows if tensor.ndim > 1 else ...] = (
+                piece.swapaxes(-1, -2) if part.transpose else piece
+            )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_json, indent=1) + "\n", encoding="utf-8")
 
 
-def _open(files: list[Path], stack: ExitStack) -> Iterator[tuple[str, safe_open]]:
-    for file in files:
-        try:
-            handle = stack.enter_context(safe_open(file, framework="numpy"))
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{file} is no readable safetensors file ({error}); download it again"
-            ) from error
-        yield from ((name, handle) for name in handle.keys())
+class _Files:
+    """The tensors of some files by their names without prefix.
+
+    Attributes:
+      names: {name without prefix: name in the file}.
+      faults: tensors that stand there twice.
+    """
+
+    def __init__(self, files: list[Path], stack: ExitStack):
+        self.names: dict[str, str] = {}
+        self.faults: list[str] = []
+        self._views: dict[str, Any] = {}
+        for file in files:
+            try:
+                handle = stack.enter_context(safe_open(file, framework="numpy"))
+            except SafetensorError as error:
+                raise CheckpointError(
+                    f"{file} is cut short or no safetensors file ({error}); download it again"
+                ) from error
+            for full in handle.keys():
+                name = mapping.strip(full)
+                if name in self.names:
+                    both = {full, self.names[name]}
+                    where = "in more than one file" if len(both) == 1 else f"as {sorted(both)}"
+                    self.faults.append(f"twice: {full} stands {where}")
+                self.names[name] = full
+                self._views[name] = (handle, full)
+        inner = self.names.get("embed_tokens.weight", "model.embed_tokens.weight")
+        self._prefix = inner.removesuffix("embed_tokens.weight")
+
+    def view(self, name: str) -> Any:
+        """The slices of a tensor."""
+        handle, full = self._views[name]
+        return handle.get_slice(full)
+
+    def full(self, name: str) -> str:
+        """The name in the file, or what it would be there."""
+        outside = name.startswith("lm_head")
+        return self.names.get(name, name if outside else self._prefix + name)
+
+    def source(self, recipe: mapping.Recipe, shape: tuple[int, ...]) -> Source:
+        """A parameter of this shape."""
+        inner = shape[1:] if recipe.stacked else shape
+        parts = []
+        for part in recipe.parts:
+            view = self.view(part.name)
+            dtype = np.dtype(_DTYPES[view.get_dtype()])
+            parts.append(
+                Tensor(
+                    view,
+                    part.file_shape(inner),
+                    dtype,
+                    rows=part.rows,
+                    transpose=part.transpose,
+                )
+            )
+        return Stack(parts) if recipe.stacked else parts[0]
 
 
 def _faults(
-    parameters: dict[str, nnx.Variable],
-    names: dict[str, str],
-    stored: dict[str, safe_open],
+    files: _Files,
+    recipes: dict[str, mapping.Recipe],
+    shapes: dict[str, tuple[int, ...]],
     config: ModelConfig,
 ) -> list[str]:
-    faults = []
-    for path, parameter in parameters.items():
-        name = names[path]
-        if name not in stored:
-            faults.append(f"missing: {name} (for {path})")
-            continue
-        view = stored[name].get_slice(name)
-        shape, expected = tuple(view.get_shape()), parameter.get_value().shape
-        expected = expected[::-1] if path.endswith("kernel") else expected
-        if shape != expected:
-            faults.append(f"shape: {name} is {shape}, expected {expected}")
-        if view.get_dtype() not in ("F32", "F16", "BF16"):
-            faults.append(f"dtype: {name} is {view.get_dtype()}, expected F32, F16 or BF16")
-    known = set(names.values())
-    faults += [
-        f"unmapped: {name} (the model has no parameter for it)"
-        for name in sorted(stored)
-        if name not in known and not ignored(name, config)
+    missing: dict[str, str] = {}
+    other: dict[tuple[str, int], str] = {}
+    known: set[str] = set()
+    for path, shape in shapes.items():
+        recipe = recipes[path]
+        for part in recipe.parts:
+            known.add(part.name)
+            full = files.full(part.name)
+            if part.name not in files.names:
+                missing.setdefault(full, f"missing: {full} (for {path})")
+                continue
+            view = files.view(part.name)
+            found = tuple(view.get_shape())
+            expected = part.file_shape(shape[1:] if recipe.stacked else shape)
+            if found != expected:
+                other[full, 0] = f"shape: {full} is {found}, expected {expected}"
+            if view.get_dtype() not in _DTYPES:
+                dtypes = ", ".join(_DTYPES)
+                other[full, 1] = f"dtype: {full} is {view.get_dtype()}, expected one of {dtypes}"
+    unmapped = [
+        f"unmapped: {full} (the model has no parameter for it)"
+        for name, full in sorted(files.names.items())
+        if name not in known and not mapping.ignored(name, config)
     ]
-    return faults
+    return [*missing.values(), *other.values(), *unmapped]

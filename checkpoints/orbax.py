@@ -1,96 +1,251 @@
-"""Orbax checkpoints: a folder with the Hugging Face metadata and the parameters under `params/`.
+"""Orbax checkpoints: a folder that holds all that a model needs, local or on `gs://`.
 
-folder/config.json  tokenizer.json  tokenizer_config.json  generation_config.json  ...
-folder/params/      an Orbax checkpoint of the flat dictionary {dotted path: array}
+folder/config.json  tokenizer.json  generation_config.json  ...   as the source had them
+folder/da_jax.json   what was written, and a checksum of every array; the last file that is written
+folder/params/       an Orbax checkpoint of the flat dictionary {dotted path: array}
 """
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import dataclasses
+import json
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from da_jax.checkpoints import hf
-from da_jax.models import registry
-from da_jax.models.config import ModelConfig
-from da_jax.models.qwen import Qwen3
-
-PARAMS = "params"
-METADATA_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "da_style.json",
+from da_jax.checkpoints import paths, streaming
+from da_jax.checkpoints.errors import CheckpointError
+from da_jax.checkpoints.parameters import (
+    Shardings,
+    assign,
+    flat_parameters,
+    one_device,
+    wanted,
 )
+from da_jax.checkpoints.sources import Source, to_jax
+from da_jax.models import hf_config, registry
+from da_jax.models.config import ModelConfig
+from da_jax.models.decoder import Decoder
+
+PARAMS, RECORD = "params", "da_jax.json"
+_FORMAT = 1
+_TEMPORARY = f"{PARAMS}.orbax-checkpoint-tmp*"  # Orbax renames it to `params` at the end
 
 
-def is_orbax(folder: Path) -> bool:
-    """Whether `folder` was written by `save`."""
-    return (folder / PARAMS).is_dir()
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What `da_jax.json` says.
+
+    Attributes:
+      complete: False while a conversion is running, and after it was killed.
+      dtype: of parameters that are not int8.
+      quantize: `int8`, or None.
+      checksums: {path: sha256}, see `streaming.checksum`; None when nothing was read back.
+    """
+
+    complete: bool
+    dtype: str
+    quantize: str | None = None
+    checksums: Mapping[str, str] | None = None
+
+    def write(self, folder: epath.Path) -> None:
+        """Writes `folder/da_jax.json`."""
+        value = {"format": _FORMAT, **dataclasses.asdict(self)}
+        written = folder / f"{RECORD}.new"
+        written.write_text(json.dumps(value, indent=1) + "\n")
+        written.replace(folder / RECORD)
+
+    @classmethod
+    def read(cls, folder: epath.Path) -> Record | None:
+        """What a folder says; None for one that has no `da_jax.json`.
+
+        Raises:
+          CheckpointError: for a file that cannot be read.
+        """
+        if not (folder / RECORD).exists():
+            return None
+        value = hf_config.read_json(folder / RECORD)
+        if value.pop("format", None) != _FORMAT:
+            raise CheckpointError(
+                f"{folder / RECORD} is of another format than {_FORMAT}; update da-jax"
+            )
+        return cls(**value)
 
 
-def save(model: Qwen3, source: Path, folder: Path, *, dtype: jnp.dtype | None = None) -> None:
-    """Writes an Orbax checkpoint.
+State = Literal["none", "incomplete", "complete"]
 
-    Args:
-      model: the model to save.
-      source: the folder whose metadata (configuration, tokenizer, style) goes with it.
-      folder: destination; created. An existing checkpoint there is an error.
-      dtype: dtype on disk; None keeps the model's.
+
+def state(folder: epath.Path) -> State:
+    """Whether a folder holds an Orbax checkpoint, or one whose conversion did not finish."""
+    record = Record.read(folder)
+    if record is None:
+        return "complete" if (folder / PARAMS).is_dir() else "none"
+    return "complete" if record.complete else "incomplete"
+
+
+def is_orbax(folder: epath.Path | Path) -> bool:
+    """Whether a folder holds an Orbax checkpoint, complete or not."""
+    return (folder / RECORD).exists() or (folder / PARAMS).is_dir()
+
+
+def discard(folder: epath.Path) -> None:
+    """Removes what an unfinished conversion left in a folder, and the folder if that was all."""
+    for path in [folder / PARAMS, *folder.glob(_TEMPORARY)]:
+        if path.exists():
+            path.rmtree()
+    for name in (RECORD, f"{RECORD}.new"):
+        (folder / name).unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def write_params(
+    folder: epath.Path, sources: Mapping[str, Source], progress: streaming.Progress
+) -> None:
+    """Writes `folder/params`; it appears at once, when it is complete."""
+    streaming.write(folder / PARAMS, sources, progress)
+    # Orbax notes the absolute path in it, which is nobody's business once the folder is moved.
+    (folder / PARAMS / "commit_success.txt").write_text("Checkpoint commit was successful")
+
+
+def stored(folder: epath.Path, name: str) -> streaming.Stored:
+    """A parameter of a checkpoint, read in parts.
 
     Raises:
-      FileExistsError: when there is a checkpoint in `folder` already.
+      CheckpointError: when it cannot be opened.
     """
-    if is_orbax(folder):
-        raise FileExistsError(f"{folder} already holds an Orbax checkpoint; remove it first")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in METADATA_FILES:
-        if (source / name).exists() and source != folder:
-            shutil.copy(source / name, folder / name)
-    parameters = {path: leaf.get_value() for path, leaf in hf.flat_parameters(model).items()}
-    if dtype is not None:
-        parameters = {path: value.astype(dtype) for path, value in parameters.items()}
-    ocp.save(folder.absolute() / PARAMS, parameters)
-    # Orbax notes the absolute path in it, which is nobody's business once the folder is moved.
-    (folder / PARAMS / "commit_success.txt").unlink(missing_ok=True)
+    try:
+        return streaming.Stored(folder / PARAMS, name)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / PARAMS}: {name} cannot be read: {error}") from error
 
 
-def load(folder: Path, *, dtype: jnp.dtype) -> Qwen3:
-    """Restores a model that `save` wrote.
+def load(
+    folder: epath.Path | Path,
+    *,
+    dtype: jnp.dtype,
+    quantized: bool = False,
+    shardings: Shardings = one_device,
+    as_stored: Collection[str] = (),
+) -> Decoder:
+    """Restores a model.
 
     Args:
       folder: the checkpoint folder.
       dtype: dtype of the parameters in memory; Orbax casts while it reads.
+      quantized: whether matrices become int8. Those of an int8 checkpoint are in any case.
+      shardings: where the parameter of a path and shape goes.
+      as_stored: paths of parameters that keep the dtype of the file.
 
     Raises:
-      CheckpointError: listing every parameter that is missing, left over or of a wrong shape.
+      CheckpointError: listing every parameter that is missing, left over or of a wrong shape, or
+        when the conversion that wrote the folder did not finish.
     """
-    model = registry.abstract(ModelConfig.from_folder(folder), dtype=dtype)
-    path = folder.absolute() / PARAMS
-    parameters = hf.flat_parameters(model)
-    try:
-        stored = ocp.metadata(path).metadata
-    except ValueError as error:
-        raise hf.CheckpointError(f"{path} is no readable Orbax checkpoint: {error}") from error
-    faults = [f"missing: {name}" for name in sorted(parameters.keys() - stored.keys())]
-    faults += [f"unmapped: {name}" for name in sorted(stored.keys() - parameters.keys())]
-    faults += [
-        f"shape: {name} is {tuple(stored[name].shape)}, expected {leaf.get_value().shape}"
-        for name, leaf in parameters.items()
-        if name in stored and tuple(stored[name].shape) != leaf.get_value().shape
-    ]
-    if faults:
-        raise hf.CheckpointError(f"{path}: {len(faults)} faults:\n  " + "\n  ".join(faults))
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = {
-        name: jax.ShapeDtypeStruct(leaf.get_value().shape, dtype, sharding=sharding)
-        for name, leaf in parameters.items()
-    }
-    hf.assign(model, ocp.load(path, wanted))
+    folder = paths.absolute(folder)
+    int8 = completed(folder).quantize is not None
+    config = hf_config.read(folder)
+    model = registry.abstract(config, dtype=dtype, quantized=quantized or int8)
+    metadata = _metadata(folder)
+    _check(folder, metadata, config, int8)
+    parameters = flat_parameters(model)
+    if quantized and not int8:
+        opened = {name: stored(folder, name) for name in metadata}
+        found = wanted(opened, parameters, as_stored)
+        values: Mapping[str, jax.Array] = {
+            path: to_jax(source, shardings(path, source.shape)) for path, source in found.items()
+        }
+    else:
+        leaves = {
+            path: metadata[path] if path in as_stored else leaf.get_value()
+            for path, leaf in parameters.items()
+        }
+        values = _restore(folder / PARAMS, leaves, shardings)
+    assign(model, values)
     return model
+
+
+@contextlib.contextmanager
+def sources(folder: epath.Path, config: ModelConfig) -> Iterator[dict[str, Source]]:
+    """The parameters of a checkpoint by path, as they are stored; nothing is read yet.
+
+    Raises:
+      CheckpointError: as `load`, and for an int8 checkpoint.
+    """
+    if completed(folder).quantize is not None:
+        raise CheckpointError(
+            f"{folder} is int8 already, and cannot be converted; take what it was made from"
+        )
+    found = _metadata(folder)
+    _check(folder, found, config, int8=False)
+    yield {name: stored(folder, name) for name in found}
+
+
+def completed(folder: epath.Path) -> Record:
+    """The record of a folder; one that says little for a folder without.
+
+    Raises:
+      CheckpointError: when the conversion that wrote the folder did not finish.
+    """
+    record = Record.read(folder)
+    if record is not None and not record.complete:
+        raise CheckpointError(
+            f"{folder} is incomplete: its conversion was interrupted. Run it again, it starts over"
+        )
+    return record or Record(complete=True, dtype="unknown")
+
+
+def _metadata(folder: epath.Path) -> Mapping[str, Any]:
+    """{path: shape and dtype} of what is stored."""
+    try:
+        return ocp.metadata(folder / PARAMS).metadata
+    except (ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{folder / PARAMS} is no readable Orbax checkpoint: {error}"
+        ) from error
+
+
+def _check(folder: epath.Path, stored: Mapping[str, Any], config: ModelConfig, int8: bool) -> None:
+    expected = {
+        path: leaf.get_value()
+        for path, leaf in flat_parameters(
+            registry.abstract(config, dtype=jnp.dtype(jnp.float32), quantized=int8)
+        ).items()
+    }
+    faults = [f"missing: {name}" for name in sorted(expected.keys() - stored.keys())]
+    faults += [f"unmapped: {name}" for name in sorted(stored.keys() - expected.keys())]
+    for name, leaf in expected.items():
+        if name not in stored:
+            continue
+        shape, dtype = tuple(stored[name].shape), stored[name].dtype
+        if shape != leaf.shape:
+            faults.append(f"shape: {name} is {shape}, expected {leaf.shape}")
+        if (dtype == jnp.int8) != (leaf.dtype == jnp.int8):
+            faults.append(f"dtype: {name} is {dtype}, expected {leaf.dtype}")
+    if faults:
+        raise CheckpointError(f"{folder / PARAMS}: {len(faults)} faults:\n  " + "\n  ".join(faults))
+
+
+def _restore(
+    path: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct], shardings: Shardings
+) -> Mapping[str, jax.Array]:
+    context = ocp.Context()
+    largest = max(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
+    context.memory.read_concurrent_bytes = 2 * largest + 2**30  # on the host, beside the arrays
+    asked = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings(name, leaf.shape))
+        for name, leaf in leaves.items()
+    }
+    try:
+        with context:
+            return ocp.load(path, asked)
+    except (MemoryError, RuntimeError):  # of the device too
+        raise
+    except Exception as error:  # Orbax raises no narrower one for an array that it cannot read
+        reason = str(error.__cause__ or error)
+        raise CheckpointError(f"{path} cannot be read: {reason}; convert it again") from error

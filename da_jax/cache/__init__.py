@@ -1,1 +1,1 @@
-"""What a sequence keeps between steps: pages of K and V, handed out on the host."""
+"""What a sequence keeps between steps: pages of keys and values, rings and states."""

@@ -115,11 +115,11 @@ def decode(
 ) -> None:
     """Times the engine, and transformers on the same folder when asked."""
     from da_jax.checkpoints.convert import resolve
-    from da_jax.models.config import ModelConfig
+    from da_jax.models import hf_config
 
     if new_tokens < 2 or prompt_tokens < 1 or min(batches) < 1:
         raise ValueError("--new-tokens must be at least 2, --prompt-tokens and --batch at least 1")
-    vocabulary = ModelConfig.from_folder(resolve(model)).vocab_size
+    vocabulary = hf_config.read(resolve(model)).vocab_size
     rows = []
     for batch in batches:
         rng = np.random.default_rng(0)
@@ -160,7 +160,7 @@ def _engine_row(model: str, prompts: np.ndarray, new_tokens: int, dtype: str) ->
     steps = new_tokens - 1  # the first token comes from the prefill
     return {
         "engine": "da-jax",
-        "dtype": llm.engine.runner.pool.form.dtype,
+        "dtype": llm.engine.runner.plan.dtype,
         "batch": batch,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,

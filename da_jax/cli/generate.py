@@ -45,6 +45,7 @@ class Options:
     arm: str
     style: str
     system: str | None
+    thinking: bool
     json: bool
     trace: Path | None
     sampling: dict[str, Any]
@@ -66,7 +67,9 @@ def run(options: Options) -> None:
     if options.trace and not options.trace.parent.is_dir():
         raise ValueError(f"--trace: the folder {options.trace.parent} does not exist")
     with _progress() as report:
-        llm = LLM.from_pretrained(options.model, style=style, config=config, progress=report)
+        llm = LLM.from_pretrained(
+            options.model, style=style, thinking=options.thinking, config=config, progress=report
+        )
         events = llm.stream(document, question, arm=arm, system=options.system, sampling=sampling)
         first = _prefill(events, report)
     console = Console(stderr=options.json)  # with --json, standard output holds one object only

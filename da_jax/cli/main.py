@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from da_jax import __version__
-from da_jax.engine.config import DTYPES, EngineConfig
+from da_jax.engine.config import EngineConfig
 
 app = typer.Typer(
     name="da-jax",
@@ -54,6 +54,9 @@ def generate(
         str, typer.Option(help="Prompt style: auto, tool, plain, compact, or a JSON file.")
     ] = "auto",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    thinking: Annotated[
+        bool, typer.Option("--thinking", help="Let the model think before it answers.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the response.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is no limit.")] = 0,
@@ -69,6 +72,9 @@ def generate(
         int, typer.Option(help="Tokens of a prefill step.")
     ] = _DEFAULT.prefill_chunk,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = _DEFAULT.dtype,
+    weights: Annotated[
+        str, typer.Option(help="auto, or int8 for matrices in 8 bits.")
+    ] = _DEFAULT.weights,
     attention: Annotated[str | None, typer.Option(help="Backend, see `da-jax env`.")] = None,
     json_: Json = False,
     trace: Annotated[
@@ -81,14 +87,14 @@ def generate(
     command.run(
         command.Options(
             model=model, document=document, question=question, arm=arm, style=style,
-            system=system, json=json_, trace=trace,
+            system=system, thinking=thinking, json=json_, trace=trace,
             sampling=dict(
                 max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                 presence_penalty=presence_penalty, seed=seed, stop=tuple(stop or ()),
             ),
             engine=dict(
                 max_model_len=max_model_len, page_size=page_size, prefill_chunk=prefill_chunk,
-                dtype=dtype, attention=attention, max_num_seqs=1,
+                dtype=dtype, weights=weights, attention=attention, max_num_seqs=1,
             ),
         )
     )  # fmt: skip
@@ -96,19 +102,32 @@ def generate(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Hugging Face folder or hub id.")],
-    destination: Annotated[Path, typer.Argument(help="Folder to write.")],
+    source: Annotated[
+        str, typer.Argument(help="Hugging Face folder or hub id, or an Orbax folder.")
+    ],
+    destination: Annotated[
+        str | None, typer.Argument(help="Folder to write, may be on gs://.", show_default=False)
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    quantize: Annotated[
+        str | None, typer.Option(help="int8 stores matrices in 8 bits, with float32 scales.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
+    verify: Annotated[
+        bool, typer.Option(help="Read everything back and compare it with the source.")
+    ] = True,
+    verify_only: Annotated[
+        bool,
+        typer.Option("--verify-only", help="Check the Orbax folder SOURCE, write nothing."),
+    ] = False,
 ) -> None:
-    """Convert a Hugging Face checkpoint to Orbax."""
-    import jax.numpy as jnp
+    """Convert a Hugging Face checkpoint to Orbax, or check a converted one."""
+    from da_jax.cli import convert as command
 
-    from da_jax.checkpoints import convert as checkpoints
-
-    if dtype not in DTYPES or dtype == "auto":
-        raise ValueError(f"--dtype is {dtype!r}; it must be float32, bfloat16 or float16")
-    checkpoints.convert(checkpoints.resolve(source), destination, dtype=jnp.dtype(dtype))
-    print(f"wrote {destination}")
+    command.run(
+        source, destination, dtype=dtype, quantize=quantize, revision=revision, verify=verify,
+        verify_only=verify_only,
+    )  # fmt: skip
 
 
 @app.command()
@@ -117,6 +136,40 @@ def env(json_: Json = False) -> None:
     from da_jax.cli import env as command
 
     command.run(json_)
+
+
+@app.command()
+def info(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Size such as gemma-4-31B or Qwen3.6-27B, 'tiny', folder, or hub id.",
+            show_default=False,
+        ),
+    ],
+    batch: Annotated[int, typer.Option(help="Sequences that decode at once.")] = 1,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of each sequence; 32768 or what the model has.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of activations and KV cache: bfloat16, float16, float32.")
+    ] = "bfloat16",
+    weights: Annotated[
+        str | None, typer.Option(help="bf16 or int8; by default they have --dtype.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = _DEFAULT.page_size,
+    prefill_chunk: Annotated[
+        int, typer.Option(help="Tokens of a prefill step.")
+    ] = _DEFAULT.prefill_chunk,
+    json_: Json = False,
+) -> None:
+    """Print a model's layers, what it needs, what declarations can save, and where it fits."""
+    from da_jax.cli import info as command
+
+    command.run(
+        model, json_, batch=batch, context=context, dtype=dtype, weights=weights,
+        page_size=page_size, prefill_chunk=prefill_chunk,
+    )  # fmt: skip
 
 
 @bench.command()
@@ -167,12 +220,24 @@ def aot(
     ] = None,
     backend: Annotated[list[str] | None, typer.Option(help="Backend; may be repeated.")] = None,
     full: Annotated[bool, typer.Option("--full", help="The whole matrix; many minutes.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Compile prefill and decode of this model instead: a size, or a folder."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="With --model: sequences.")] = 8,
+    context: Annotated[int, typer.Option(help="With --model: tokens of a sequence.")] = 32_768,
+    weights: Annotated[str, typer.Option(help="With --model: bf16 or int8.")] = "bf16",
     json_: Json = False,
 ) -> None:
-    """Compile the attention kernels for TPUs and GPUs that are not there, and check the result."""
+    """Compile for TPUs and GPUs that are not there: the attention kernels, or a whole model."""
     from da_jax.cli import aot as command
 
-    command.run(target, backend, full, json_)
+    if model is None:
+        command.run(target, backend, full, json_)
+    else:
+        command.run_model(
+            model, target, batch=batch, context=context, weights=weights, as_json=json_
+        )
 
 
 @bench.command()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from da_jax.models.dtypes import DTYPES
+
 MAX_PAGE_SIZE = 32_767  # the block mask packs two slot numbers in an int32
 MAX_STOP_IDS = 8  # of a request, besides the checkpoint's own: the width of a device array
 MAX_LOGPROBS = 20  # as in the OpenAI API
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,20 +16,28 @@ class EngineConfig:
     """How the engine runs a model.
 
     Attributes:
-      dtype: dtype of weights, activations and KV cache; `auto` is bfloat16 on an accelerator and
-        float32 on a CPU, where bfloat16 products are several times slower.
+      dtype: dtype of weights, activations and KV cache; `auto` is bfloat16 on an accelerator that
+        has it and float32 on a CPU, where bfloat16 products are several times slower. See
+        `da_jax.models.dtypes`.
+      weights: `int8` keeps matrices in 8 bits with a scale for each output; `auto` is what the
+        checkpoint says, int8 or `dtype`.
+      per_layer_embeddings: where those of Gemma 4 E2B and E4B are: `device`, `host`, or `auto`,
+        which is the host where the weights would fill more than half of the device.
       page_size: tokens of a KV page.
       max_model_len: longest sequence in tokens, prompt and response; None is what the checkpoint
         declares, 32,768 at most.
       max_num_seqs: most sequences that decode at once.
-      kv_cache_bytes: upper limit of the KV pool in bytes.
+      kv_cache_bytes: upper limit, in bytes, of what sequences keep on the device: sliding windows
+        and recurrent states of `max_num_seqs` sequences, and pages of keys and values.
       prefill_chunk: tokens of a prefill step.
-      burst: most decode steps between two looks of the host. A sequence whose mode may change
+      burst: most decode steps between two looks of the host. A sequence whose mode may have changed
         pauses earlier, so the value never changes a result.
       attention: attention backend; None chooses by platform, see `da-jax env`.
     """
 
     dtype: str = "auto"
+    weights: str = "auto"
+    per_layer_embeddings: str = "auto"
     page_size: int = 64
     max_model_len: int | None = None
     max_num_seqs: int = 8
@@ -38,8 +47,16 @@ class EngineConfig:
     attention: str | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        choices = {
+            "dtype": DTYPES,
+            "weights": ("auto", "int8"),
+            "per_layer_embeddings": ("auto", "device", "host"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}"
+                )
         for name in ("page_size", "max_num_seqs", "kv_cache_bytes", "prefill_chunk", "burst"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -44,11 +44,12 @@ class TokenTable:
         self.strip = strip
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any) -> TokenTable:
+    def from_tokenizer(cls, tokenizer: Any, *, shown: Iterable[str] = ()) -> TokenTable:
         """Reads the table of a tokenizer.
 
         Args:
             tokenizer: a `tokenizers.Tokenizer`, or a fast tokenizer of `transformers`.
+            shown: tokens that are text like others, even where they are special.
 
         Raises:
             TypeError: it is neither.
@@ -70,7 +71,9 @@ class TokenTable:
         for token_id, token in added.items():
             normalized = tokenizer.id_to_token(token_id) or token.content  # what `decode` reads
             pieces[token_id] = token.content.encode() if literal else to_bytes(normalized)
-        return cls(pieces, [i for i, token in added.items() if token.special], strip)
+        shown = set(shown)
+        special = [i for i, t in added.items() if t.special and t.content not in shown]
+        return cls(pieces, special, strip)
 
     def __len__(self) -> int:
         """One more than the largest id that has a token."""

@@ -11,7 +11,6 @@ import itertools
 import secrets
 from collections.abc import Callable, Generator
 
-import jax.numpy as jnp
 import numpy as np
 
 from da_jax.cache import pools
@@ -24,7 +23,8 @@ from da_jax.engine.sampling import key_of
 from da_jax.engine.scheduler import Scheduler
 from da_jax.engine.sequence import Sequence
 from da_jax.kernels.paged_attention import Problem, choose, validate
-from da_jax.models.qwen import Qwen3
+from da_jax.models.config import GatedDelta, ModelConfig
+from da_jax.models.decoder import Decoder
 
 SPARE_ENTRIES = 64  # entries of a mask beyond two a page, see `shapes`
 LONGEST_DEFAULT = 32_768
@@ -49,7 +49,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: Qwen3, table: TokenTable, stop_ids: frozenset[int], config: EngineConfig
+        self, model: Decoder, table: TokenTable, stop_ids: frozenset[int], config: EngineConfig
     ):
         self.config, self.table = config, table
         declared = model.config.max_positions
@@ -61,23 +61,20 @@ class Engine:
                 "together with a rope_scaling that reaches as far (yarn)"
             )
         self._stop_ids, self._vocabulary = stop_ids, model.config.vocab_size
-        dtype = model.embedding[...].dtype
-        pool = pools.plan(
-            model.config, page_size=config.page_size, max_tokens=self.max_len,
-            sequences=config.max_num_seqs, dtype=dtype, budget_bytes=config.kv_cache_bytes,
-        )  # fmt: skip
         self.shapes = shapes(config, self.max_len, len(stop_ids))
-        for batch, queries in ((max(self.shapes.batches), 1), (1, max(self.shapes.chunks))):
-            heads, width = model.config.num_heads, self.shapes.entries
-            problem = Problem(batch, queries, heads, width, jnp.dtype(dtype).name, pool.form)
+        plan = pools.plan(
+            model.config, page_size=config.page_size, max_tokens=self.max_len,
+            sequences=config.max_num_seqs, longest_step=max(self.shapes.chunks),
+            dtype=model.dtype, budget_bytes=config.kv_cache_bytes,
+        )  # fmt: skip
+        for problem in attention_problems(model.config, self.shapes, plan, model.dtype.name):
             choose(config.attention, problem)  # refused here, before anything is compiled
         vocabulary = self._vocabulary
         self.runner = device.Runner(
-            model, self.shapes, pool, dtype=dtype,
-            pauses=_fit(table.contains(b">"), vocabulary), valid=_fit(table.known, vocabulary),
-            impl=config.attention,
+            model, self.shapes, plan, costs=_fit(token_costs(table), vocabulary),
+            valid=_fit(table.known, vocabulary), impl=config.attention,
         )  # fmt: skip
-        self.scheduler = Scheduler(PagePool(pool.num_pages), config.max_num_seqs, config.page_size)
+        self.scheduler = Scheduler(PagePool(plan.num_pages), config.max_num_seqs, config.page_size)
         self._ids = itertools.count()
         self._pending: list[Event] = []  # for the next `step` to return
         self._boxes: dict[int, list[Event]] = {}  # events of requests that a `run` waits for
@@ -227,6 +224,7 @@ class Engine:
             decode.token[row] = sequence.tokens[-1]
             decode.position[row] = sequence.prompt_len + len(sequence.tokens) - 1
             decode.steps[row] = min(burst, sequence.tokens_left)
+            decode.room[row] = device.FREE if sequence.room is None else sequence.room
             ids = sorted(sequence.stop_ids)
             decode.stop_ids[row, : len(ids)] = ids
             decode.forced[row] = sequence.forced(burst)
@@ -240,12 +238,9 @@ class Engine:
         for row, sequence in enumerate(sequences):
             if sequence.finish_reason:  # cancelled meanwhile, by a stream that was closed
                 continue
-            view = sequence.view()
             for step in range(np.count_nonzero(choices.token[:, row] >= 0)):
                 events += self._accept(sequence, _host_choice(choices, (step, row), sequence))
-                # A pause ends the row's part anyway where a tag can end. Only a tag that grows too
-                # long changes the mode elsewhere: what follows saw too little and is done again.
-                if sequence.finish_reason or sequence.view() is not view:
+                if sequence.finish_reason:  # what it was made to write beyond its end is dropped
                     break
         return events
 
@@ -266,7 +261,7 @@ class Engine:
             rows.block_table[row, : len(sequence.pages)] = sequence.pages
             for name in ("page", "span", "block"):
                 getattr(rows.mask, name)[row] = getattr(view, name)
-            rows.mask.count[row] = view.count
+            rows.mask.count[row], rows.slot[row] = view.count, sequence.slot
             params, sampling = sequence.request.params, rows.sampling
             sampling.temperature[row] = params.temperature
             sampling.top_p[row] = params.top_p
@@ -274,7 +269,7 @@ class Engine:
             sampling.presence_penalty[row] = params.presence_penalty
             sampling.key[row] = sequence.key
             sampling.generated[row] = len(sequence.tokens)
-        validate(rows.mask, self.runner.pool.num_pages, self.config.page_size)
+        validate(rows.mask, self.runner.plan.num_pages, self.config.page_size)
         return rows
 
 
@@ -295,10 +290,34 @@ def shapes(config: EngineConfig, max_len: int, stop_ids: int) -> device.Shapes:
     )
 
 
-def _fit(flags: np.ndarray, vocabulary: int) -> np.ndarray:
-    """bool [V] from flags of the tokenizer's ids: an embedding may be padded beyond them."""
-    out = np.zeros(vocabulary, bool)
-    out[: len(flags)] = flags[:vocabulary]
+def attention_problems(
+    config: ModelConfig, shapes: device.Shapes, plan: pools.CachePlan, dtype: str
+) -> list[Problem]:
+    """Every distinct call of `paged_attention`, at the largest shapes that the programs have."""
+    problems = []
+    for index, layer in enumerate(config.layers):
+        mixer = layer.mixer
+        if isinstance(mixer, GatedDelta):
+            continue
+        owner = index if mixer.donor is None else mixer.donor
+        windowed = mixer.window is not None
+        form = plan.rings[owner] if windowed else plan.pages[owner]
+        width = plan.ring_blocks(owner) if windowed else shapes.entries
+        for batch, queries in ((max(shapes.batches), 1), (1, max(shapes.chunks))):
+            problems.append(Problem(batch, queries, mixer.num_heads, width, dtype, form, windowed))
+    return list(dict.fromkeys(problems))
+
+
+def token_costs(table: TokenTable) -> np.ndarray:
+    """int32 [len(table)]: what each token takes of the room of a sequence that writes it."""
+    sizes = np.array([len(table.bytes_of(i)) for i in range(len(table))], np.int32)
+    return np.where(table.contains(b">"), np.int32(device.PAUSE), sizes)
+
+
+def _fit(values: np.ndarray, vocabulary: int) -> np.ndarray:
+    """[V] from values of the tokenizer's ids: an embedding may be padded beyond them."""
+    out = np.zeros(vocabulary, values.dtype)
+    out[: len(values)] = values[:vocabulary]
     return out
 
 

@@ -12,21 +12,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from da_jax.checkpoints import convert
+from da_jax.checkpoints import convert, paths
 from da_jax.engine import compilations
 from da_jax.engine.config import EngineConfig
 from da_jax.engine.detokenize import TokenTable
 from da_jax.engine.engine import Engine, RequestError
 from da_jax.engine.request import Done, Event, Request, Response, SamplingParams
+from da_jax.kernels.chips import chip_of, current_target
 from da_jax.kernels.paged_attention import choose
-from da_jax.models.config import read_json
-from da_jax.models.qwen import Qwen3
+from da_jax.models import dtypes, hf_config, host_table, sizes
+from da_jax.models.config import ModelConfig
+from da_jax.models.decoder import Decoder
 from da_jax.protocol.chunks import Chunk
 from da_jax.protocol.modes import AnswerMode, Arm
 from da_jax.protocol.prompt import PromptRenderer
 from da_jax.protocol.styles import Style
+from da_jax.protocol.tags import THINK_ENDS, THINK_STARTS
 from da_jax.protocol.visibility import Scaffold
 
+PER_LAYER = "per_layer_embedding"  # path of Gemma 4's table of per-layer embeddings
 Document = str | Sequence[str | Chunk]
 Progress = Callable[[str, int, int], None]
 
@@ -40,7 +44,9 @@ class LLM:
       stop_ids: tokens that end a response.
       style: how prompts are written, see `PromptRenderer`.
       config: settings of the engine.
-      template_kwargs: passed to the chat template, such as `{"enable_thinking": False}`.
+      thinking: whether the model thinks before it answers. Its thoughts are part of the text of a
+        response, up to `</think>` or `<channel|>`, and not of the answer.
+      template_kwargs: passed to the chat template, such as `{"reasoning_effort": "low"}`.
       progress: called with (stage, done, total) while programs compile.
 
     Raises:
@@ -49,18 +55,22 @@ class LLM:
 
     def __init__(
         self,
-        model: Qwen3,
+        model: Decoder,
         tokenizer: Any,
         stop_ids: frozenset[int],
         *,
         style: Style | str = "auto",
         config: EngineConfig | None = None,
+        thinking: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         progress: Progress = lambda stage, done, total: None,
     ):
         self.tokenizer = tokenizer
-        self.renderer = PromptRenderer(tokenizer, style, template_kwargs=template_kwargs)
-        table = TokenTable.from_tokenizer(tokenizer)
+        self.renderer = PromptRenderer(
+            tokenizer, style, thinking=thinking, template_kwargs=template_kwargs
+        )
+        # Without their markers thoughts would run into the answer, and stay in later turns.
+        table = TokenTable.from_tokenizer(tokenizer, shown=(*THINK_STARTS, *THINK_ENDS))
         self.engine = Engine(model, table, stop_ids, config or EngineConfig())
         self.engine.warm_up(lambda done, total: progress("compiling", done, total))
         self._compiled = compilations.count()
@@ -72,6 +82,7 @@ class LLM:
         *,
         style: Style | str = "auto",
         revision: str | None = None,
+        thinking: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         progress: Progress = lambda stage, done, total: None,
         config: EngineConfig | None = None,
@@ -80,12 +91,14 @@ class LLM:
         """Loads a checkpoint.
 
         Args:
-          path_or_id: a Hugging Face or Orbax folder, a hub id, or `tiny`, which ships with the
-            package.
+          path_or_id: a Hugging Face or Orbax folder (Orbax also on `gs://`), a hub id, or `tiny`,
+            which ships with the package.
           style: `auto` takes the checkpoint's own style, else the native tool calls of its
             template, else `plain`.
           revision: branch, tag or commit on the hub.
-          template_kwargs: passed to the chat template.
+          thinking: whether the model thinks before it answers; an error where its chat template
+            cannot do what is asked.
+          template_kwargs: passed to the chat template, such as `{"reasoning_effort": "low"}`.
           progress: called with (stage, done, total).
           config: settings of the engine; or give its fields as keyword `options`.
           **options: fields of `EngineConfig`, such as `max_model_len=8192`.
@@ -99,15 +112,17 @@ class LLM:
         choose(config.attention)  # refuses one that cannot run here before anything is loaded
         progress("loading", 0, 1)
         folder = convert.resolve(path_or_id, revision=revision)
-        model = convert.load(folder, dtype=_dtype(config.dtype))
-        tokenizer = load_tokenizer(folder)
+        model = load_model(folder, config)
+        local = paths.local_metadata(folder)
+        tokenizer = load_tokenizer(local)
         progress("loading", 1, 1)
         return cls(
             model,
             tokenizer,
-            stop_token_ids(folder, tokenizer),
+            stop_token_ids(local, tokenizer),
             style=style,
             config=config,
+            thinking=thinking,
             template_kwargs=template_kwargs,
             progress=progress,
         )
@@ -278,6 +293,46 @@ class LLM:
         return [response for _, response in sorted(done.items())]
 
 
+def load_model(folder: str | os.PathLike[str], config: EngineConfig) -> Decoder:
+    """Loads the weights as the settings say: their dtype, int8, and what stays on the host.
+
+    Raises:
+      ConfigError, CheckpointError: what is wrong with the checkpoint.
+      ValueError: a setting that this model or device cannot have.
+      HostMemoryError: the device cannot read host memory.
+    """
+    model = hf_config.read(paths.absolute(folder))
+    dtype = dtypes.resolve(config.dtype, model.family, current_target())
+    int8 = config.weights == "int8"
+    device = jax.devices()[0]
+    host = _per_layer_on_host(model, config, sizes.Use(dtype=dtype, int8=int8), device)
+
+    def place(path: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        if host and path == PER_LAYER:
+            return host_table.sharding(shape, jnp.dtype(jnp.bfloat16), device)
+        return jax.sharding.SingleDeviceSharding(device)
+
+    return convert.load(
+        folder, dtype=jnp.dtype(dtype), quantized=int8, shardings=place,
+        as_stored=(PER_LAYER,) if host else (),
+    )  # fmt: skip
+
+
+def _per_layer_on_host(
+    model: ModelConfig, config: EngineConfig, use: sizes.Use, device: jax.Device
+) -> bool:
+    where = config.per_layer_embeddings
+    if where == "host" and model.per_layer_inputs is None:
+        raise ValueError(
+            f"per_layer_embeddings is 'host', but this {model.family} has none; use 'auto'"
+        )
+    if where != "auto" or device.platform == "cpu":
+        return where == "host"
+    chip = chip_of(device.device_kind)
+    memory = (device.memory_stats() or {}).get("bytes_limit") or (chip.memory if chip else None)
+    return memory is not None and sizes.per_layer_on_host(model, use, memory)
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The fast Hugging Face tokenizer of a checkpoint folder."""
     # transformers advises to install torch, which da-jax has no use for.
@@ -288,23 +343,29 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def stop_token_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a response: of the generation config, else of the tokenizer.
+    """Tokens that end a response.
+
+    Those of `generation_config.json`; without it those of `config.json` (of its text part, where it
+    is multimodal) and the tokenizer's, which often name the end of a text and of a turn.
 
     Raises:
       ValueError: when the checkpoint names none; it would never stop by itself.
     """
     path = folder / "generation_config.json"
-    ids = read_json(path).get("eos_token_id") if path.exists() else None
-    if ids is None:
-        ids = tokenizer.eos_token_id
-    if ids is None or ids == []:
+    ids = _ids(hf_config.read_json(path).get("eos_token_id")) if path.exists() else frozenset()
+    if not ids:
+        config = hf_config.read_json(folder / "config.json")
+        text = config.get("text_config") or {}
+        own = _ids(config.get("eos_token_id")) or _ids(text.get("eos_token_id"))
+        ids = own | _ids(tokenizer.eos_token_id)
+    if not ids:
         raise ValueError(
             f"{folder} names no end-of-sequence token; set eos_token_id in generation_config.json"
         )
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    return ids
 
 
-def _dtype(name: str) -> jnp.dtype:
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
+def _ids(value: int | Sequence[int] | None) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)

@@ -112,8 +112,9 @@ class Response:
     """A finished response.
 
     Attributes:
-      text: the response as the client sees it: without special tokens, cut before a stop string.
-      answer: the last `<answer>`, else the last LOCAL text, else the whole text.
+      text: the response as the client sees it: without special tokens other than the markers of
+        thoughts, cut before a stop string.
+      answer: the last `<answer>`, else the last LOCAL text, else the whole text after the thoughts.
       finish_reason: `stop`, `length`, `cancelled` or `tool_call`.
       prompt_tokens, completion_tokens: counts; a stop token counts as a token.
       token_ids: every token that was computed.

@@ -16,17 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from da_jax.cache import pools
+from da_jax.cache import pools, states
+from da_jax.cache.step import StepCache
 from da_jax.engine.config import MAX_LOGPROBS
 from da_jax.engine.sampling import SamplingRows, choose
-from da_jax.kernels.paged_attention import (
-    BlockMask,
-    KVPages,
-    layout_of,
-    paged_attention,
-    write_kv,
-)
-from da_jax.models.qwen import Qwen3
+from da_jax.kernels.paged_attention import BlockMask
+from da_jax.models import host_table
+from da_jax.models.decoder import Decoder
+
+FREE = 2**31 - 1
+"""The room of a row that never pauses: nothing that it writes changes what it sees."""
+PAUSE = 2**30
+"""The cost of a token at which a tag can end: it uses up any room but `FREE`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +61,14 @@ class Rows(NamedTuple):
 
     Attributes:
       block_table: int32 [B, NB], physical page of each logical block; page P drops what is written.
-      mask: what each row sees; entries may reach beyond the current length.
+      mask: what each row sees in full attention; entries may reach beyond the current length.
+      slot: int32 [B], where the row's rings and states are; the number of slots for an empty row.
       sampling: how each row chooses.
     """
 
     block_table: np.ndarray
     mask: BlockMask
+    slot: np.ndarray
     sampling: SamplingRows
 
 
@@ -76,6 +79,7 @@ class DecodeRows(NamedTuple):
       token: int32 [B], the last token of each sequence, not yet in the cache.
       position: int32 [B], its absolute position.
       steps: int32 [B], most steps of this row in this burst; 0 for an empty row.
+      room: int32 [B], what the row's tokens may cost before its mode may have changed, or `FREE`.
       stop_ids: int32 [B, S], token ids at which the row pauses; -1 for none.
       forced: int32 [B, K], tokens to take instead of choosing; -1 for none.
       seen: bool [B, V], tokens that a response with a presence penalty already has.
@@ -85,6 +89,7 @@ class DecodeRows(NamedTuple):
     token: np.ndarray
     position: np.ndarray
     steps: np.ndarray
+    room: np.ndarray
     stop_ids: np.ndarray
     forced: np.ndarray
     seen: np.ndarray
@@ -108,67 +113,23 @@ class Choice(NamedTuple):
     entries: jax.Array
 
 
-class PagedAttend:
-    """Writes a layer's new keys and values into its pages, then attends to what the mask shows.
-
-    Args:
-      pages: KV pages of each layer; replaced by the written ones.
-      page, slot: int32 [B, T], where each new token goes; page P drops it.
-      mask: what each row sees.
-      lengths: int32 [B], KV tokens of each row including the new ones.
-      q_lens: int32 [B], new tokens of each row.
-      scale: factor on the scores.
-      impl: attention backend.
-    """
-
-    def __init__(
-        self,
-        pages: list[KVPages],
-        page: jax.Array,
-        slot: jax.Array,
-        mask: BlockMask,
-        lengths: jax.Array,
-        q_lens: jax.Array,
-        *,
-        scale: float,
-        impl: str | None,
-    ):
-        self.pages = list(pages)
-        self._write = functools.partial(write_kv, pages=page, slots=slot)
-        self._attend = functools.partial(
-            paged_attention, mask=mask, lengths=lengths, q_lens=q_lens, scale=scale, impl=impl
-        )
-
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        self.pages[layer] = self._write(self.pages[layer], k, v)
-        return self._attend(q, self.pages[layer])
-
-
-def visible_entries(mask: BlockMask, page_size: int, lengths: jax.Array) -> BlockMask:
-    """The mask without the entries that begin beyond the current lengths [B].
-
-    Entries ascend by position, so those are the last ones: only the count changes.
-    """
-    first = mask.block * page_size + (mask.span & 0xFFFF)
-    used = jnp.arange(mask.page.shape[1]) < mask.count[:, None]
-    return mask._replace(count=jnp.sum(used & (first < lengths[:, None]), axis=1, dtype=jnp.int32))
-
-
 def forward(
-    model: Qwen3,
-    pages: list[KVPages],
+    model: Decoder,
+    plan: pools.CachePlan,
+    caches: pools.Caches,
     tokens: jax.Array,
     position: jax.Array,
     q_lens: jax.Array,
     rows: Rows,
     *,
     impl: str | None,
-) -> tuple[jax.Array, list[KVPages], jax.Array]:
-    """Runs new tokens through the model and its paged cache.
+) -> tuple[jax.Array, pools.Caches, jax.Array]:
+    """Runs new tokens through the model and its caches.
 
     Args:
       model: the model.
-      pages: KV pages of each layer.
+      plan: sizes of the caches.
+      caches: what the sequences have so far, the states as rows (see `states.take`).
       tokens: int32 [B, T], right-padded.
       position: int32 [B], absolute position of the first token of each row.
       q_lens: int32 [B], tokens of each row; 0 leaves the row out.
@@ -176,57 +137,57 @@ def forward(
       impl: attention backend.
 
     Returns:
-      (hidden states [B, T, E], the written pages, entries read a row int32 [B]).
+      (hidden states [B, T, E], the written caches, entries read a row int32 [B]).
     """
-    form = layout_of(pages[0], model.config.head_dim)
-    steps = jnp.arange(tokens.shape[1])
-    positions = position[:, None] + steps
-    real = steps < q_lens[:, None]
-    block = jnp.minimum(positions // form.page_size, rows.block_table.shape[1] - 1)
-    page = jnp.where(real, jnp.take_along_axis(rows.block_table, block, axis=1), form.num_pages)
-    lengths = jnp.where(q_lens > 0, position + q_lens, 0)
-    mask = visible_entries(rows.mask, form.page_size, lengths)
-    attend = PagedAttend(
-        pages, page, positions % form.page_size, mask, lengths, q_lens,
-        scale=model.config.head_dim**-0.5, impl=impl,
+    step = StepCache(
+        model.config, plan, caches, block_table=rows.block_table, mask=rows.mask, slot=rows.slot,
+        position=position, q_lens=q_lens, width=tokens.shape[1], impl=impl,
     )  # fmt: skip
-    hidden = model(tokens, positions, attend)
-    return hidden, attend.pages, mask.count
+    hidden = model(tokens, step.positions, step)
+    return hidden, step.caches, step.entries
 
 
 class Runner:
-    """Owns the parameters, the KV pages and the compiled programs.
+    """Owns the parameters, the caches and the compiled programs.
 
     Args:
       model: the model.
       shapes: static shapes.
-      pool: size of the KV pool.
-      dtype: what the model computes in.
-      pauses: bool [V], tokens at which a burst pauses a row: their text contains `>`.
+      plan: sizes of the caches.
+      costs: int32 [V], bytes that each token writes, and `PAUSE` where its text contains `>`.
       valid: bool [V], tokens that may be chosen.
       impl: attention backend, None to choose by platform.
+      caches: what is allocated already, or only described; None allocates them.
     """
 
     def __init__(
         self,
-        model: Qwen3,
+        model: Decoder,
         shapes: Shapes,
-        pool: pools.PoolPlan,
+        plan: pools.CachePlan,
         *,
-        dtype: jnp.dtype,
-        pauses: np.ndarray,
+        costs: np.ndarray,
         valid: np.ndarray,
         impl: str | None = None,
+        caches: pools.Caches | None = None,
     ):
-        self.shapes, self.pool, self.impl = shapes, pool, impl
+        self.shapes, self.plan, self.impl = shapes, plan, impl
         self._graph, self._state = nnx.split(model)
-        self.pages = pools.allocate(pool)
+        self.caches = self._allocate() if caches is None else caches
         self._vocabulary = model.config.vocab_size
-        self._pauses, self._valid = jnp.asarray(pauses), jnp.asarray(valid)
+        self._costs, self._valid = jnp.asarray(costs), jnp.asarray(valid)
         # An accelerator would multiply float32 in bfloat16 passes; who asks for float32 wants it.
-        precise = jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default")
-        self._prefill = precise(jax.jit(self._prefill_program, donate_argnames="pages"))
-        self._decode = precise(jax.jit(self._decode_program, donate_argnames="pages"))
+        exact = model.dtype == jnp.float32
+        precise = jax.default_matmul_precision("highest" if exact else "default")
+        self._prefill = precise(jax.jit(self.prefill_program, donate_argnames="caches"))
+        self._decode = precise(jax.jit(self.decode_program, donate_argnames="caches"))
+
+    def _allocate(self) -> pools.Caches:
+        """Zeroed caches where the programs leave them, or their second call would compile anew."""
+        weights = jax.tree.leaves(self._state)
+        tables = [leaf for leaf in weights if host_table.on_host(leaf)]
+        where = host_table.beside(tables[0]) if tables else weights[0].sharding
+        return jax.device_put(pools.allocate(self.plan), where)
 
     def prefill(
         self, tokens: np.ndarray, position: int, rows: Rows, *, forced: int, wants_top: bool
@@ -242,16 +203,18 @@ class Runner:
         """
         padded = np.zeros((1, Shapes.bucket(self.shapes.chunks, len(tokens))), np.int32)
         padded[0, : len(tokens)] = tokens
-        self.pages, choice = self._prefill(
-            self._state, pages=self.pages, tokens=padded,
+        self.caches, choice = self._prefill(
+            self._state, caches=self.caches, tokens=padded,
             position=np.array([position], np.int32), q_lens=np.array([len(tokens)], np.int32),
             rows=rows, forced=np.array([forced], np.int32), wants_top=np.array(wants_top),
         )  # fmt: skip
         return jax.device_get(choice)
 
     def decode(self, rows: Rows, decode: DecodeRows) -> Choice:
-        """Runs a burst. Each row stops early at a token of `pauses` or of its stop ids."""
-        self.pages, choice = self._decode(self._state, pages=self.pages, rows=rows, decode=decode)
+        """Runs a burst. Each row stops early when its room is used up or at one of its stop ids."""
+        self.caches, choice = self._decode(
+            self._state, caches=self.caches, rows=rows, decode=decode
+        )
         return jax.device_get(choice)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -275,8 +238,9 @@ class Runner:
         """Rows of no sequence: they see nothing, and what they write is dropped."""
         table = np.zeros((batch, self.shapes.entries), np.int32)
         return Rows(
-            block_table=np.full((batch, self.shapes.blocks), self.pool.num_pages, np.int32),
+            block_table=np.full((batch, self.shapes.blocks), self.plan.num_pages, np.int32),
             mask=BlockMask(table, table.copy(), table.copy(), np.zeros(batch, np.int32)),
+            slot=np.full(batch, self.plan.num_slots, np.int32),
             sampling=SamplingRows(
                 temperature=np.zeros(batch, np.float32),
                 top_p=np.ones(batch, np.float32),
@@ -293,22 +257,27 @@ class Runner:
             token=np.zeros(batch, np.int32),
             position=np.zeros(batch, np.int32),
             steps=np.zeros(batch, np.int32),
+            room=np.full(batch, FREE, np.int32),
             stop_ids=np.full((batch, self.shapes.stop_ids), -1, np.int32),
             forced=np.full((batch, self.shapes.burst), -1, np.int32),
             seen=np.zeros((batch, self._vocabulary), bool),
             wants_top=np.array(False),
         )
 
-    def _prefill_program(self, state, *, pages, tokens, position, q_lens, rows, forced, wants_top):
+    def prefill_program(self, state, *, caches, tokens, position, q_lens, rows, forced, wants_top):
+        """What `prefill` compiles."""
         model = nnx.merge(self._graph, state)
-        hidden, pages, entries = forward(
-            model, pages, tokens, position, q_lens, rows, impl=self.impl
+        held = states.take(caches, rows.slot, position)
+        hidden, held, entries = forward(
+            model, self.plan, held, tokens, position, q_lens, rows, impl=self.impl
         )
+        caches = states.put(caches, held, rows.slot)
         last = jnp.take_along_axis(hidden, (q_lens - 1)[:, None, None], axis=1)[:, 0]
         seen = jnp.zeros((tokens.shape[0], self._vocabulary), bool)
-        return pages, self._choose(model, last, seen, rows.sampling, wants_top, entries, forced)
+        return caches, self._choose(model, last, seen, rows.sampling, wants_top, entries, forced)
 
-    def _decode_program(self, state, *, pages, rows, decode):
+    def decode_program(self, state, *, caches, rows, decode):
+        """What `decode` compiles."""
         model = nnx.merge(self._graph, state)
         batch, burst = decode.forced.shape
         out = jax.tree.map(
@@ -321,9 +290,9 @@ class Runner:
             return (step < burst) & jnp.any(active)
 
         def body(carry):
-            step, active, token, position, pages, seen, out = carry
-            hidden, pages, entries = forward(
-                model, pages, token[:, None], position, active.astype(jnp.int32), rows,
+            step, active, token, position, room, held, seen, out = carry
+            hidden, held, entries = forward(
+                model, self.plan, held, token[:, None], position, active.astype(jnp.int32), rows,
                 impl=self.impl,
             )  # fmt: skip
             sampling = rows.sampling._replace(generated=rows.sampling.generated + step)
@@ -339,23 +308,25 @@ class Runner:
                 out,
                 choice,
             )
+            room = jnp.where(room == FREE, FREE, room - self._costs[choice.token])
             stops = jnp.any(decode.stop_ids == choice.token[:, None], axis=1)
-            goes_on = ~self._pauses[choice.token] & ~stops & (step + 1 < decode.steps)
             return (
                 step + 1,
-                active & goes_on,
+                active & (room > 0) & ~stops & (step + 1 < decode.steps),
                 jnp.where(active, choice.token, token),
                 position + active.astype(jnp.int32),
-                pages,
+                room,
+                held,
                 seen,
                 out,
             )
 
         start = (
-            jnp.int32(0), decode.steps > 0, decode.token, decode.position, pages, decode.seen, out,
+            jnp.int32(0), decode.steps > 0, decode.token, decode.position, decode.room,
+            states.take(caches, rows.slot, decode.position), decode.seen, out,
         )  # fmt: skip
-        *_, pages, _, out = jax.lax.while_loop(running, body, start)
-        return pages, out
+        *_, held, _, out = jax.lax.while_loop(running, body, start)
+        return states.put(caches, held, rows.slot), out
 
     def _empty_choice(self, batch: int) -> Choice:
         return Choice(

@@ -1,4 +1,4 @@
-"""Who runs: a queue, and the pages of the sequences that left it."""
+"""Who runs: a queue, and the pages and slots of the sequences that left it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Scheduler:
     """First come, first served, as long as there is room and enough pages are free.
 
     A sequence takes the pages of its whole life (prompt and `max_tokens`) when it is admitted, so
-    that it can never run out of them later.
+    that it can never run out of them later, and a slot for what does not grow with its length.
 
     Args:
       pool: the page pool.
@@ -21,7 +21,8 @@ class Scheduler:
     """
 
     def __init__(self, pool: PagePool, max_num_seqs: int, page_size: int):
-        self._pool, self._max_num_seqs, self._page_size = pool, max_num_seqs, page_size
+        self._pool, self._page_size = pool, page_size
+        self._slots = list(range(max_num_seqs))  # free ones
         self._waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -40,12 +41,12 @@ class Scheduler:
 
     def admit(self) -> None:
         """Moves waiting sequences to `running` in their order, until one does not fit."""
-        while self._waiting and len(self.running) < self._max_num_seqs:
+        while self._waiting and self._slots:
             needed = self.pages_for(self._waiting[0])
             if needed > self._pool.num_free:
                 return
             sequence = self._waiting.popleft()
-            sequence.place(self._pool.allocate(needed))
+            sequence.place(self._pool.allocate(needed), self._slots.pop())
             self.running.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -53,6 +54,7 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
             self._pool.free(sequence.pages.tolist())
+            self._slots.append(sequence.slot)
         else:
             self._waiting.remove(sequence)
 

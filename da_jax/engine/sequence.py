@@ -25,6 +25,9 @@ from da_jax.protocol.tags import Kind
 from da_jax.protocol.trace import Trace
 from da_jax.protocol.visibility import visible_spans
 
+MOST_PENDING_BYTES = 3
+"""Bytes of an unfinished character, which the next token may turn into as many characters."""
+
 
 @dataclasses.dataclass(frozen=True)
 class View:
@@ -78,7 +81,7 @@ class Sequence:
     ):
         self.request_id, self.request = request_id, request
         self.max_len, self.stop_ids, self.key = max_len, stop_ids, key
-        self.pages = np.zeros(0, np.int32)
+        self.pages, self.slot = np.zeros(0, np.int32), -1
         self.prefilled = 0
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
@@ -115,9 +118,20 @@ class Sequence:
         """Whether the whole prompt is in the cache."""
         return self.prefilled == self.prompt_len
 
-    def place(self, pages: list[int]) -> None:
-        """Gives the sequence the pages of its whole life."""
-        self.pages = np.asarray(pages, np.int32)
+    @property
+    def room(self) -> int | None:
+        """Bytes after which what it sees may have changed, though no `>` was written.
+
+        None if nothing that it writes changes what it sees.
+        """
+        if self.request.arm is not Arm.DA:
+            return None
+        room = self._tracker.room
+        return None if room is None else room - MOST_PENDING_BYTES
+
+    def place(self, pages: list[int], slot: int) -> None:
+        """Gives the sequence the pages of its whole life, and its slot."""
+        self.pages, self.slot = np.asarray(pages, np.int32), slot
 
     def view(self) -> View:
         """What the next forward pass of this sequence sees."""

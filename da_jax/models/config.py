@@ -1,16 +1,17 @@
-"""Model configurations, read from a Hugging Face `config.json`.
+"""What a model is made of, layer by layer. `hf_config` reads it from a `config.json`.
 
-A configuration that this library would compute differently from the checkpoint's authors is
-refused: every field that changes the arithmetic is either understood or an error.
+The list of layers is the one source for the models, the caches, the checkpoints and the sizes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Literal
+
+Family = Literal[
+    "llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4"
+]
+Kind = Literal["full", "sliding", "recurrent"]
 
 
 class ConfigError(ValueError):
@@ -23,8 +24,11 @@ class RopeConfig:
 
     Attributes:
       theta: base of the geometric series of wavelengths.
-      kind: `default`, `linear`, `yarn` or `llama3`.
-      factor: context extension factor (all kinds but `default`).
+      kind: `default`, `linear`, `yarn`, `llama3` or `proportional`.
+      partial: share of the head that rotates. The first dimensions do, in pairs (j, j + R/2) of
+        the R rotated ones; with `proportional` the pairs (j, j + D/2) of the whole head, the first
+        share of them.
+      factor: context extension factor (`linear`, `yarn`, `llama3`).
       original_max_positions: context length before the extension (`yarn`, `llama3`).
       attention_factor: factor on cos and sin; None derives it from `factor` (`yarn`).
       beta_fast, beta_slow: rotations between which `yarn` blends.
@@ -35,6 +39,7 @@ class RopeConfig:
 
     theta: float = 10_000.0
     kind: str = "default"
+    partial: float = 1.0
     factor: float = 1.0
     original_max_positions: int | None = None
     attention_factor: float | None = None
@@ -46,67 +51,30 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
-        """Reads both spellings: `rope_parameters`, and `rope_theta` with `rope_scaling`."""
-        rope: dict[str, Any] = dict(
-            config.get("rope_parameters") or config.get("rope_scaling") or {}
-        )
-        kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-        rope.pop("type", None)
-        theta = rope.pop("rope_theta", config.get("rope_theta", cls.theta))
-        if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise ConfigError("partial_rotary_factor other than 1 is not supported by this model")
-        names: dict[str, str] = {"original_max_position_embeddings": "original_max_positions"}
-        known = {f.name for f in dataclasses.fields(cls)}
-        values: dict[str, Any] = {
-            names.get(key, key): value for key, value in rope.items() if value is not None
-        }
-        if unknown := sorted(values.keys() - known):
-            raise ConfigError(
-                f"unknown RoPE parameters {unknown} (rope_type {kind!r}): this library would "
-                "ignore them and compute other positions than the checkpoint's authors"
-            )
-        if kind not in ("default", "linear", "yarn", "llama3"):
-            raise ConfigError(
-                f"rope_type {kind!r} is not supported; known: default, linear, yarn, llama3"
-            )
-        if kind in ("yarn", "llama3"):
-            values.setdefault("original_max_positions", config.get("max_position_embeddings"))
-        if kind != "default" and "factor" not in values:
-            raise ConfigError(f"rope_type {kind!r} needs a factor; the configuration has none")
-        return cls(theta=float(theta), kind=kind, **values)
-
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """A dense decoder: Qwen 3, or a Llama-type model (the same without q/k norm).
+class Attention:
+    """Grouped-query attention, full or over a sliding window.
 
     Attributes:
-      model_type: the name in `config.json`.
-      vocab_size: rows of the embedding, padding included.
-      hidden_size, intermediate_size: widths of the residual stream and of the MLP.
-      num_layers, num_heads, num_kv_heads, head_dim: shape of the attention.
-      max_positions: longest sequence, in tokens, that the checkpoint declares.
-      rms_eps: epsilon of every RMS norm.
-      rope: rotary embedding.
-      tie_embeddings: whether the output projection is the embedding.
-      qk_norm: whether queries and keys are normalised per head.
+      num_heads, num_kv_heads, head_dim: its shape.
+      rope: rotary embedding of queries and keys.
+      scale: factor on the scores.
+      window: positions that a query sees back, itself included; None for all.
+      donor: the earlier layer whose keys and values it reads. It has none of its own then.
+      k_eq_v: whether keys and values come from one projection.
+      output_gate: whether the query projection also gives a gate on the output.
     """
 
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_positions: int
-    rms_eps: float
     rope: RopeConfig
-    tie_embeddings: bool
-    qk_norm: bool
+    scale: float
+    window: int | None = None
+    donor: int | None = None
+    k_eq_v: bool = False
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -116,81 +84,145 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs")
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"sliding_window is {self.window}; a window holds at least its token")
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Reads the parsed `config.json` of a Qwen 3 or Llama-type checkpoint.
+    @property
+    def kind(self) -> Kind:
+        """`full` or `sliding`."""
+        return "full" if self.window is None else "sliding"
 
-        Raises:
-          ConfigError: for a model type or an option that is not computed here.
-        """
-        model_type = config.get("model_type")
-        if model_type not in ("qwen3", "llama"):
+
+@dataclasses.dataclass(frozen=True)
+class GatedDelta:
+    """Gated DeltaNet: linear attention with a state instead of keys and values.
+
+    Attributes:
+      key_heads, value_heads: heads; each key head serves value_heads / key_heads value heads.
+      key_dim, value_dim: sizes of a head.
+      conv_width: tokens that the causal convolution sees, the present one included.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
             raise ConfigError(
-                f"model_type {model_type!r} is not supported; known: qwen3, llama "
-                "(Llama-type without biases, such as SmolLM2)"
+                f"linear_num_value_heads {self.value_heads} is no multiple of "
+                f"linear_num_key_heads {self.key_heads}"
             )
-        for option, expected in _FIXED_OPTIONS.items():
-            if config.get(option, expected) not in (expected, None):
+
+    @property
+    def kind(self) -> Kind:
+        """Always `recurrent`."""
+        return "recurrent"
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts.
+
+    Attributes:
+      count: experts in all.
+      top_k: experts of a token.
+      hidden: width of an expert.
+      shared: width of the expert that every token has, 0 for none.
+      normalize: whether the weights of the chosen ones are made to sum to 1.
+    """
+
+    count: int
+    top_k: int
+    hidden: int
+    shared: int = 0
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.count:
+            raise ConfigError(f"{self.top_k} experts a token of {self.count}; choose 1 to all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A decoder layer.
+
+    Attributes:
+      mixer: how tokens meet earlier ones.
+      mlp: width of the dense MLP, 0 for none.
+      experts: the mixture of experts; Gemma 4 has both.
+    """
+
+    mixer: Attention | GatedDelta
+    mlp: int
+    experts: Experts | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayerInputs:
+    """Gemma 4's per-layer embeddings.
+
+    Attributes:
+      size: numbers a token and layer.
+      vocab_size: rows of the table.
+    """
+
+    size: int
+    vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder.
+
+    Attributes:
+      family: which model computes it.
+      vocab_size: rows of the embedding, padding included.
+      hidden_size: width of the residual stream.
+      layers: the decoder layers.
+      max_positions: longest sequence, in tokens, that the checkpoint declares.
+      rms_eps: epsilon of every RMS norm.
+      tie_embeddings: whether the output projection is the embedding.
+      softcap: bound of the final logits, None for no bound.
+      per_layer_inputs: Gemma 4's per-layer embeddings, None for models without.
+    """
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[Layer, ...]
+    max_positions: int
+    rms_eps: float
+    tie_embeddings: bool
+    softcap: float | None = None
+    per_layer_inputs: PerLayerInputs | None = None
+
+    def __post_init__(self) -> None:
+        for i, layer in enumerate(self.layers):
+            mixer = layer.mixer
+            if isinstance(mixer, GatedDelta) or mixer.donor is None:
+                continue
+            donor = self.layers[mixer.donor].mixer if mixer.donor < i else None
+            same = isinstance(donor, Attention) and dataclasses.replace(donor, k_eq_v=False) == (
+                dataclasses.replace(mixer, donor=None, k_eq_v=False)
+            )
+            if not same:
                 raise ConfigError(
-                    f"{option}={config[option]!r} is not supported for {model_type} "
-                    f"(only {expected!r})"
+                    f"layer {i} reads the keys and values of layer {mixer.donor}, which has none "
+                    "of the same shape"
                 )
-        other_layers: set[str] = set(config.get("layer_types") or ()) - {"full_attention"}
-        if other_layers:
-            raise ConfigError(f"layer_types {sorted(other_layers)} are not supported")
-        missing = [key for key in _REQUIRED if key not in config]
-        if missing:
-            raise ConfigError(f"config.json lacks {missing}; is it the file of a {model_type}?")
-        heads = config["num_attention_heads"]
-        return cls(
-            model_type=model_type,
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            max_positions=config["max_position_embeddings"],
-            rms_eps=config["rms_norm_eps"],
-            rope=RopeConfig.from_hf(config),
-            tie_embeddings=config.get("tie_word_embeddings", False),
-            qk_norm=model_type == "qwen3",
+
+    def layers_of(self, kind: Kind) -> tuple[int, ...]:
+        """The layers that own a cache of this kind; those with a donor own none."""
+        return tuple(
+            i
+            for i, layer in enumerate(self.layers)
+            if layer.mixer.kind == kind and getattr(layer.mixer, "donor", None) is None
         )
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> ModelConfig:
-        """Reads `folder/config.json`."""
-        return cls.from_hf(read_json(folder / "config.json"))
-
-
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
-_FIXED_OPTIONS = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "pretraining_tp": 1,
-}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; a missing or broken file is a ConfigError that names it."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; is {path.parent} a model folder?") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} is no valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}, expected a JSON object")
-    return value

@@ -15,11 +15,18 @@ from da_jax.models.config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Angle per position for each pair of dimensions.
+    """Angle per position for each pair of dimensions that rotates.
 
     Returns:
-      (float32 [head_dim / 2] radians per position, factor on cos and sin).
+      (float32 [R / 2] radians per position, factor on cos and sin); R is `head_dim` or, with a
+      `partial` embedding, the first part of it that rotates.
     """
+    if config.kind == "proportional":  # Gemma 4: the first pairs rotate, the others stay
+        pairs = int(config.partial * head_dim // 2)
+        exponents = np.arange(0, 2 * pairs, 2, dtype=np.float64) / head_dim
+        still = np.zeros(head_dim // 2 - pairs)
+        return np.concatenate([1.0 / config.theta**exponents, still]).astype(np.float32), 1.0
+    head_dim = int(head_dim * config.partial)
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     inv = 1.0 / config.theta**exponents
     scale = 1.0
@@ -33,17 +40,18 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
 
 
 def cos_sin(config: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [..., head_dim / 2], of int32 `positions` [...]."""
+    """cos and sin, float32 [..., R / 2], of int32 `positions` [...]; R dimensions rotate."""
     inv, scale = inverse_frequencies(config, head_dim)
     angles = positions.astype(jnp.float32)[..., None] * inv
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (j, j + D/2) of x [B, T, H, D]; cos and sin are [B, T, D/2]."""
+    """Rotates the pairs (j, j + R/2) of x [B, T, H, D], R of D dims; cos and sin [B, T, R/2]."""
     cos, sin = cos[:, :, None].astype(x.dtype), sin[:, :, None].astype(x.dtype)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x, (half, 2 * half), axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def _original_positions(config: RopeConfig) -> int:

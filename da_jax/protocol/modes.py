@@ -159,6 +159,14 @@ class ModeTracker:
         return self._take(self._scanner.finish())
 
     @property
+    def room(self) -> int | None:
+        """Characters, none of them ``>``, before the last of which the mode cannot change.
+
+        None in the arm ``vanilla``, where it never does.
+        """
+        return None if self._vanilla else self._scanner.room
+
+    @property
     def tool_called(self) -> bool:
         """Whether a tool call is open or has ended; the end of thoughts drops an open one."""
         return self._call_open or self.tool_ended
@@ -201,10 +209,10 @@ class ModeTracker:
         Returns:
           The text of the last ``<answer>`` that holds any, else the last LOCAL text, else the
           whole text. What stands after the thoughts goes before all that stands in them. For the
-          arm ``vanilla`` the whole text.
+          arm ``vanilla`` the whole text after the thoughts.
         """
-        whole = self._clean(0, None)
-        return whole if self._vanilla else self._declared() or self._spoken() or whole
+        declared = "" if self._vanilla else self._declared()
+        return declared or self._spoken() or self._clean(0, None)
 
     def _spoken(self) -> str:
         """The text after the thoughts."""
@@ -237,6 +245,9 @@ class ModeTracker:
             self.tool_ended |= event.kind is Kind.TOOL_END
             if event.kind in (*_TOOL_KINDS, Kind.THINK_END):
                 self._call_open = event.kind is Kind.TOOL_CALL
+            if event.kind is Kind.THINK_END:
+                self._thought_end = event.end
+                self._tags.append((event.start, event.end))
         if self._vanilla:
             return [event for event in events if event.kind in _TOOL_KINDS]
         for event in events:
@@ -262,14 +273,13 @@ class ModeTracker:
                 self._openers.clear()
                 self._declined.clear()
                 self._answering = False
-                self._thought_end = event.end
                 self._answers.end(event.start)
                 self._set(event, Mode.GLOBAL)
             case Kind.QUOTED:
                 self._counts["quoted"] += 1
             case Kind.UNFINISHED:
                 self._counts["attempts"] += 1
-        is_tag = event.kind in (Kind.OPEN, Kind.CLOSE, Kind.DECLINED, Kind.THINK_END)
+        is_tag = event.kind in (Kind.OPEN, Kind.CLOSE, Kind.DECLINED)
         if is_tag and event.reason is not Reason.TOO_LONG:  # that one swallowed prose
             self._tags.append((event.start, event.start + len(event.text)))
 

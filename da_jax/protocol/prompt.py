@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +73,11 @@ class PromptRenderer:
       style: A style, the name of a built-in one, or "auto" (or None): the style that the
         tokenizer's folder carries in `da_style.json`, else "tool" if the template supports tools,
         else "plain".
-      template_kwargs: Passed to the chat template, such as `{"enable_thinking": False}`.
+      thinking: Whether the model thinks before it answers. The template is told in either case.
+      template_kwargs: Passed to the chat template, such as `{"reasoning_effort": "low"}`.
 
     Raises:
-      ValueError: If there is no chat template, or it does not support the style.
+      ValueError: If there is no chat template, or it does not support the style or `thinking`.
       TypeError: If the tokenizer is not a fast one.
     """
 
@@ -84,15 +86,21 @@ class PromptRenderer:
         tokenizer: transformers.PreTrainedTokenizerBase,
         style: Style | str | None = "auto",
         *,
+        thinking: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(thinking, bool):
+            raise ValueError(f"thinking is {thinking!r}; give True or False")
         folder = getattr(tokenizer, "name_or_path", "")
         candidates = _candidates(style, folder)
         structure = [str(getattr(tokenizer, "chat_template", "")), *_MARKERS]
         structure += [text for candidate in candidates for text in candidate.texts()]
         self._encoder = encoding_lib.SafeEncoder(tokenizer, structure)
         self._template = template_lib.ChatTemplate(tokenizer, self._encoder)
-        self._kwargs = _checked_kwargs(template_kwargs)
+        # Thoughts of earlier turns are dropped, so that there are none to preserve.
+        self._kwargs = {"preserve_thinking": False, **_checked_kwargs(template_kwargs)}
+        self._template.check_thinking(thinking, **self._kwargs)
+        self._kwargs["enable_thinking"] = thinking
         self.style = self._choose(candidates)
 
     def split(self, document: str) -> list[str]:
@@ -180,9 +188,25 @@ class PromptRenderer:
     def _wrapper(
         self, style: Style, kwargs: Mapping[str, Any] | None = None
     ) -> template_lib.Wrapper | None:
-        call = _call(style, 1, [Part("Magic", True)])
+        call = self._call(style, 1, [Part("Magic", True)])
         kwargs = self._kwargs if kwargs is None else kwargs
         return self._template.wrapper(call, [_tool(style)], style.tool_name, **kwargs)
+
+    def _call(self, style: Style, number: int, parts: Sequence[Part]) -> list[Message]:
+        """A tool call whose response is a chunk, in one message or two."""
+        call_id = f"{number:09d}"  # some templates insist on nine characters
+        function = {"name": style.tool_name, "arguments": {style.tool_argument: number}}
+        call = {"type": "function", "id": call_id, "function": function}
+        if re.search(r"""['".]tool_responses\b""", self._template.source):
+            # Gemma 4's own form, and the only one in which its first templates write responses.
+            response = {"name": style.tool_name, "response": template_lib.SLOT}
+            return [
+                Message("assistant", parts, {"tool_calls": [call], "tool_responses": [response]})
+            ]
+        return [
+            Message("assistant", [], {"tool_calls": [call]}),
+            Message("tool", parts, {"name": style.tool_name, "tool_call_id": call_id}),
+        ]
 
     def _turn(self, turn: Mapping[str, Any], number: int) -> Message:
         """One earlier turn, as a message."""
@@ -226,7 +250,7 @@ class PromptRenderer:
     def _calls(self, chunks: Sequence[Chunk]) -> Iterator[Message]:
         """The chunks as responses of tool calls."""
         for number, chunk in enumerate(chunks, 1):
-            yield from _call(self.style, number, self._chunk(chunk, number))
+            yield from self._call(self.style, number, self._chunk(chunk, number))
 
     def _block(self, chunks: Sequence[Chunk]) -> Iterator[Part]:
         """The chunks as text of one turn; a separator belongs to the chunk before it."""
@@ -357,6 +381,11 @@ def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
             f"template_kwargs holds chat_template_kwargs={kwargs['chat_template_kwargs']!r}; "
             "pass its keys directly"
         )
+    if "enable_thinking" in kwargs:
+        raise ValueError(
+            f"template_kwargs holds enable_thinking={kwargs['enable_thinking']!r}; "
+            "use the option thinking"
+        )
     for key in _OWN_KEYS:
         if key in kwargs:
             raise ValueError(
@@ -389,17 +418,6 @@ def _fill(text: str, /, **values: Sequence[Part]) -> list[Part]:
         if name is not None:
             parts += values[name]
     return parts
-
-
-def _call(style: Style, number: int, parts: Sequence[Part]) -> list[Message]:
-    """The two messages of a tool call whose response is a chunk."""
-    call_id = f"{number:09d}"  # some templates insist on nine characters
-    function = {"name": style.tool_name, "arguments": {style.tool_argument: number}}
-    call = {"type": "function", "id": call_id, "function": function}
-    return [
-        Message("assistant", [], {"tool_calls": [call]}),
-        Message("tool", parts, {"name": style.tool_name, "tool_call_id": call_id}),
-    ]
 
 
 def _tool(style: Style) -> dict[str, Any]:

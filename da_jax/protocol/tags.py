@@ -192,6 +192,15 @@ class TagScanner:
         self._offset += len(delta)
         return events
 
+    @property
+    def room(self) -> int:
+        """Characters, none of them ``>``, before the last of which no event can come."""
+        if self._state is _State.TEXT or self._quoting:
+            return _SLACK  # a tag that grows too long has yet to begin
+        if self._state is _State.HEAD:
+            return _SLACK - len(self._parts[0])
+        return self._room
+
     def finish(self) -> list[TagEvent]:
         """Ends the response: an unfinished tag is text.
 

@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jinja2
 
 from da_jax.protocol import encoding as encoding_lib
+from da_jax.protocol.tags import THINK_STARTS
 
 if TYPE_CHECKING:
     import transformers
+
+SLOT = object()
+"""In a message's `extra`: the text of the message goes here, and its content stays empty."""
 
 _MARKS = 32  # markers cycle through so many characters; a template that reorders is noticed
 
@@ -33,7 +37,10 @@ class Part(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message of a conversation; `extra` holds further keys, such as `tool_calls`."""
+    """A message of a conversation; `extra` holds further keys, such as `tool_calls`.
+
+    The text is the message's content, unless `extra` has a place for it (`SLOT`).
+    """
 
     role: str
     parts: Sequence[Part]
@@ -76,8 +83,8 @@ class ChatTemplate:
     ) -> None:
         if not tokenizer.chat_template:
             raise ValueError(
-                "the tokenizer has no chat template; set tokenizer.chat_template to the one that "
-                "the model was trained with"
+                "the tokenizer has no chat template; put the one that the model was trained with "
+                "into chat_template.jinja in its folder, or set tokenizer.chat_template"
             )
         self._tokenizer = tokenizer
         self._encoder = encoder
@@ -112,10 +119,10 @@ class ChatTemplate:
                 p.text if p.trusted else self._encoder.respell(p.text, masks) for p in message.parts
             ]
             extra = {k: self._masked(v, masks) for k, v in message.extra.items()}
-            plain.append({"role": message.role, "content": "".join(texts), **extra})
             content = _mark(texts, cycle)
-            marked.append({**plain[-1], "content": content})
-            if content != plain[-1]["content"]:
+            plain.append(_dictionary(message.role, "".join(texts), extra))
+            marked.append(_dictionary(message.role, content, extra))
+            if content != "".join(texts):
                 owners += [*message.parts, None]
 
         expected = self._apply(plain, tools, kwargs)
@@ -149,6 +156,38 @@ class ChatTemplate:
             return False
         return True
 
+    def check_thinking(self, wanted: bool, **kwargs: Any) -> None:
+        """Checks that the template can switch thoughts on or off, as wanted, by `enable_thinking`.
+
+        Raises:
+          ValueError: If it cannot, or refuses any conversation.
+        """
+        question = [Message("user", [Part("x", True)])]
+
+        def rendered(on: bool) -> list[Segment]:
+            return self.render(question, **{**kwargs, "enable_thinking": on})
+
+        try:
+            off = rendered(False)
+        except ValueError as error:
+            rendered(True)  # raises if it is not the thoughts that the template complains of
+            if wanted:
+                return
+            raise ValueError(
+                f"the model's thoughts cannot be switched off ({error}); pass thinking=True"
+            ) from error
+        forced = off[-1].text.rstrip().endswith(THINK_STARTS)
+        if forced and not wanted:
+            raise ValueError(
+                "the model's thoughts cannot be switched off: the chat template opens them "
+                "whatever enable_thinking says; pass thinking=True"
+            )
+        if wanted and not forced and rendered(True) == off:
+            raise ValueError(
+                "thinking=True, but the chat template knows no thoughts (enable_thinking changes "
+                "nothing); leave it out"
+            )
+
     def wrapper(
         self,
         call: list[Message],
@@ -162,7 +201,7 @@ class ChatTemplate:
         other begin or end alike, the border between them is taken at a control token.
 
         Args:
-          call: The two messages of one call: the assistant's and the tool's.
+          call: The messages of one call and its response.
           tools: The schema of the tool.
           name: The name of the tool, which must show in schema and call.
           **kwargs: For the template.
@@ -229,6 +268,21 @@ class ChatTemplate:
         if isinstance(value, list | tuple):
             return [self._masked(v, masks) for v in value]
         return value
+
+
+def _dictionary(role: str, content: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates know it."""
+    filled = {key: _filled(value, content) for key, value in extra.items()}
+    return {"role": role, "content": content if filled == extra else "", **filled}
+
+
+def _filled(value: Any, content: str) -> Any:
+    """A JSON-like value with `content` in its slot."""
+    if isinstance(value, Mapping):
+        return {k: _filled(v, content) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_filled(v, content) for v in value]
+    return content if value is SLOT else value
 
 
 def _common_prefix(a: str, b: str) -> int:

@@ -11,9 +11,9 @@ from da_jax.checkpoints import convert
 from da_jax.engine.llm import load_tokenizer, stop_token_ids
 from da_jax.engine.sequence import Sequence
 from da_jax.models import registry
-from da_jax.models.config import ModelConfig
+from da_jax.models.hf_config import parse
 
-CONFIG = ModelConfig.from_hf(CASES["qwen3"])
+CONFIG = parse(CASES["qwen3"])
 
 DOCUMENT = "one two three. " * 4
 
@@ -141,7 +141,7 @@ def test_a_focus_on_more_chunks_than_the_mask_has_room_for_is_declined(random_ll
         0, many, random_llm.engine.table, frozenset(), key=np.zeros(2, np.uint32), max_len=500,
         page_size=16, entries=40,
     )  # fmt: skip
-    tight.place(list(range(32)))
+    tight.place(list(range(32)), slot=0)
     most = tight._most_ids()
     assert most == 40 - 32 - 2
     for count in (most, most + 1):

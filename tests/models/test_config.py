@@ -1,45 +1,56 @@
+import dataclasses
 import json
 
 import pytest
 from support.references import CASES
 
-from da_jax.models.config import ConfigError, ModelConfig, RopeConfig, read_json
+from da_jax.models.config import Attention, ConfigError, Experts, GatedDelta, Layer, RopeConfig
+from da_jax.models.hf_config import parse, read_json, rope
 
 
 def test_both_spellings_of_rope_read_the_same():
     old = {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}}
-    assert RopeConfig.from_hf(old) == RopeConfig.from_hf(new) == RopeConfig(1e6, "linear", 2.0)
+    assert rope(old) == rope(new) == RopeConfig(1e6, "linear", factor=2.0)
 
 
 def test_head_dim_follows_from_the_width_when_it_is_not_given():
     config = {k: v for k, v in CASES["llama"].items() if k != "head_dim"}
-    assert ModelConfig.from_hf(config).head_dim == 64 // 8
+    assert parse(config).layers[0].mixer.head_dim == 64 // 8
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("case", "change", "words"),
     [
-        ({"model_type": "mamba"}, "mamba"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"num_attention_heads": 3}, "num_attention_heads 3"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "wobble": 1}}, "wobble"),
+        ("qwen3", {"model_type": "mamba"}, "mamba"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen3", {"hidden_act": "gelu"}, "activation 'gelu'"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "x"]}, "sliding_att"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "names 1 layers"),
+        ("qwen3", {"num_attention_heads": 3}, "num_attention_heads 3"),
+        ("qwen3", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn"}}, "factor"),
+        ("qwen3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "w": 1}}, r"\['w'\]"),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
+        ("qwen3_moe", {"num_experts_per_tok": 99}, "99 experts"),
+        ("qwen3_5", {"linear_num_value_heads": 3}, "linear_num_value_heads 3"),
+        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "only 'gelu_pytorch_tanh'"),
+        ("gemma4_e2b", {"num_kv_shared_layers": 9}, "shares keys and values"),
+        ("gemma4_31b", {"sliding_window": None}, "sliding_window"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(change, words):
+def test_what_is_not_computed_is_refused_by_name(case, change, words):
     with pytest.raises(ConfigError, match=words):
-        ModelConfig.from_hf(CASES["qwen3"] | change)
+        parse(CASES[case] | change)
 
 
 def test_a_missing_field_is_named():
     config = {k: v for k, v in CASES["qwen3"].items() if k != "vocab_size"}
     with pytest.raises(ConfigError, match="vocab_size"):
-        ModelConfig.from_hf(config)
+        parse(config)
 
 
 def test_broken_json_names_the_file(tmp_path):
@@ -52,3 +63,92 @@ def test_broken_json_names_the_file(tmp_path):
     path.write_text(json.dumps([1]))
     with pytest.raises(ConfigError, match="a list"):
         read_json(path)
+
+
+GEMMA_3_4B = {  # the published file leaves out what transformers has as its default
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+
+
+def test_gemma_3_alternates_two_kinds_of_layers():
+    config = parse(GEMMA_3_4B)
+    assert config.layers_of("full") == (5, 11, 17, 23, 29)
+    assert config.vocab_size == 262_208 and config.tie_embeddings
+    full, sliding = config.layers[5].mixer, config.layers[33].mixer
+    assert full.rope == RopeConfig(1e6, "linear", factor=8.0) and full.window is None
+    assert sliding.rope == RopeConfig(1e4) and sliding.window == 1024
+    assert (full.num_heads, full.num_kv_heads, full.head_dim) == (8, 4, 256)
+
+
+def test_fields_of_old_gemma_3_files_are_read():
+    text = GEMMA_3_4B["text_config"] | {
+        "sliding_window_pattern": 3, "rope_theta": 5e5, "rope_local_base_freq": 2e4,
+        "query_pre_attn_scalar": 168,
+    }  # fmt: skip
+    config = parse(GEMMA_3_4B | {"text_config": text})
+    assert config.layers_of("full")[:2] == (2, 5)
+    assert config.layers[2].mixer.rope == RopeConfig(5e5, "linear", factor=8.0)
+    assert config.layers[0].mixer.rope == RopeConfig(2e4)
+    assert config.layers[0].mixer.scale == 168**-0.5
+
+
+def test_gemma_4_shapes_come_published_or_as_transformers_writes_them():
+    published = CASES["gemma4_31b"]
+    per_layer = {"05": {"head_dim": 32, "num_key_value_heads": 1}}
+    saved = {k: v for k, v in published.items() if "global" not in k}
+    assert parse(published) == parse(saved | {"per_layer_config": per_layer})
+    full, sliding = parse(published).layers[5].mixer, parse(published).layers[4].mixer
+    assert (full.head_dim, full.num_kv_heads, full.k_eq_v) == (32, 1, True)
+    assert (sliding.head_dim, sliding.num_kv_heads, sliding.k_eq_v) == (16, 2, False)
+    assert full.scale == sliding.scale == 1.0
+
+
+def test_kv_heads_of_full_layers_differ_only_with_a_shared_projection():
+    config = CASES["gemma4_31b"] | {"attention_k_eq_v": False}
+    assert parse(config).layers[5].mixer.num_kv_heads == 2
+
+
+def test_the_last_layers_of_e2b_read_the_last_own_layer_of_their_kind():
+    config = parse(CASES["gemma4_e2b"])
+    assert [layer.mixer.donor for layer in config.layers] == [None] * 5 + [3, 3, 3, 3, 4]
+    assert [layer.mlp for layer in config.layers] == [96] * 5 + [192] * 5
+    assert config.layers_of("full") == (4,) and config.layers_of("sliding") == (0, 1, 2, 3)
+    assert config.per_layer_inputs is not None
+
+
+def test_qwen_3_5_is_three_recurrent_layers_to_one():
+    config = parse({k: v for k, v in CASES["qwen3_5"].items() if k != "layer_types"})
+    assert config.layers_of("recurrent") == (0, 1, 2) and config.layers_of("full") == (3,)
+    assert config.layers[0].mixer == GatedDelta(2, 6, 16, 16, 4)
+    assert config.layers[3].mixer.output_gate and config.layers[3].mixer.rope.partial == 0.25
+
+
+@pytest.mark.parametrize(("value", "normalize"), [(True, True), (False, False), (None, False)])
+def test_qwen_3_moe_normalizes_only_when_told(value, normalize):
+    config = {k: v for k, v in CASES["qwen3_moe"].items() if k != "norm_topk_prob"}
+    if value is not None:
+        config["norm_topk_prob"] = value
+    assert parse(config).layers[0].experts.normalize is normalize
+
+
+def test_dense_layers_among_sparse_ones():
+    config = CASES["qwen3_moe"] | {"mlp_only_layers": [1]}
+    assert [layer.experts is None for layer in parse(config).layers] == [False, True, False]
+    config = CASES["qwen3_moe"] | {"decoder_sparse_step": 2}
+    assert [layer.experts is None for layer in parse(config).layers] == [True, False, True]
+
+
+def test_a_donor_must_have_what_is_read():
+    own = Attention(2, 1, 8, RopeConfig(), 1.0)
+    other = Attention(2, 2, 8, RopeConfig(), 1.0, donor=0)
+    layers = (Layer(own, 8), Layer(other, 8, Experts(2, 1, 4)))
+    with pytest.raises(ConfigError, match="layer 1 reads the keys and values of layer 0"):
+        dataclasses.replace(parse(CASES["qwen3"]), layers=layers)

@@ -290,11 +290,12 @@ def test_a_template_without_tools_refuses_the_tool_style(template):
 
 
 def test_template_options_are_passed_on():
-    tokenizer = fixtures.make("byte_level")
-    r = PromptRenderer(tokenizer, "plain", template_kwargs={"enable_thinking": False})
-    assert r.render("x", "y").text.endswith("assistant\n</think>\n")
-    thinking = r.render("x", "y", template_kwargs={"enable_thinking": True})
-    assert thinking.text.endswith("assistant\n")
+    tokenizer = fixtures.make("byte_level", fixtures.CHATML + "{{ mood | default('no mood') }}")
+    assert PromptRenderer(tokenizer, "plain").render("x", "y").text.endswith("assistant\nno mood")
+    r = PromptRenderer(tokenizer, "plain", template_kwargs={"mood": "calm"})
+    assert r.render("x", "y").text.endswith("assistant\ncalm")
+    bold = r.render("x", "y", template_kwargs={"mood": "bold"})
+    assert bold.text.endswith("assistant\nbold")
 
 
 def test_beginning_of_text_is_written_once():
@@ -304,7 +305,7 @@ def test_beginning_of_text_is_written_once():
 
 
 def test_errors_name_the_remedy():
-    with pytest.raises(ValueError, match=r"set tokenizer\.chat_template"):
+    with pytest.raises(ValueError, match=r"put the one .* into chat_template\.jinja"):
         PromptRenderer(fixtures.make("byte_level", None), "plain")
     with pytest.raises(ValueError, match="choose auto, tool, plain, compact"):
         PromptRenderer(fixtures.make("byte_level"), "fancy")
@@ -344,6 +345,7 @@ def test_errors_name_the_remedy():
         ({"history": [{"role": "user", "content": "", "name": "\ud800"}]}, "turn 1 holds half"),
         ({"template_kwargs": {"tools": []}}, r"holds tools=\[\], which the renderer sets; leave"),
         ({"template_kwargs": {"messages": []}}, "holds messages="),
+        ({"template_kwargs": {"enable_thinking": True}}, "=True; use the option thinking"),
         ({"template_kwargs": {"chat_template_kwargs": {"a": 1}}}, "pass its keys directly"),
     ],
 )

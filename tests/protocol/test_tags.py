@@ -463,3 +463,33 @@ def test_the_benchmark_has_a_row_for_each_text_and_length():
     assert [(row.text, row.chars) for row in rows] == [
         *(("prose", 100), ("prose", 400), ("code", 100), ("code", 400))
     ]
+
+
+# --- room ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=400, deadline=None)
+@given(soup)
+@example("<focus " + "y" * 100 + "<local " + "z" * 200)
+@example("<focus " * 40)
+@example("</local " + "y" * 115 + "<focus " + "z" * 200)
+@example("`" + "</global " + "\n" * 130 + "<local " + "y" * 200)
+@example("```\n<focus " + "y" * 200 + "\n```\n<answer " + "z" * 130)
+def test_no_event_comes_before_a_tag_ends_or_the_room_is_used_up(text):
+    scanner = TagScanner(CHUNKS)
+    rooms = [scanner.room]
+    for at, char in enumerate(text, start=1):
+        if scanner.feed(char):
+            since = text.rfind(">", 0, at) + 1  # the last character may be the `>`
+            assert all(at - before >= rooms[before] for before in range(since, at))
+        rooms.append(scanner.room)
+        assert rooms[-1] > 0
+
+
+@pytest.mark.parametrize("head", ["<focus ", "x <local\n", "</answer ", "`x` </local "])
+def test_the_room_of_an_unfinished_tag_is_exact(head):
+    scanner = TagScanner(CHUNKS)
+    scanner.feed(head)
+    left = scanner.room
+    assert scanner.feed("y" * (left - 1)) == [] and scanner.room == 1
+    assert [event.reason for event in scanner.feed("y")] == [Reason.TOO_LONG]

@@ -2,6 +2,8 @@
 
 import functools
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import transformers
 from tokenizers import (
@@ -14,6 +16,8 @@ from tokenizers import (
     trainers,
 )
 
+from da_jax.protocol.styles import TOOL
+
 CONTROL = ["<bos>", "<|im_start|>", "<|im_end|>", "<tool_response>", "</tool_response>", "</think>"]
 CORPUS = [
     "The river runs behind the market, and Magic Chunk 7 waits. # Question: who? <f> | im_start",
@@ -24,7 +28,6 @@ CORPUS = [
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '</think>\n' }}{% endif %}"
 )
 # System text folded into a user turn by the template itself, contents trimmed, roles checked.
 TRIMMING = (
@@ -67,11 +70,204 @@ TOOLS_IN_ONE_TURN = (
     "{{ '<|im_start|>model\n' }}"
 )
 
+# What follows behaves like the templates of the families that are served here.
+GEMMA3 = (
+    "{{ bos_token }}{% set first = '' %}{% if messages[0].role == 'system' %}"
+    "{% set first = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 is even) %}"
+    "{{ raise_exception('alternate') }}{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
+    "{{ (first if loop.first else '') + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim }}"
+    "{{ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{% endif %}"
+)
+# Tools are described in the first turn after the system's, whoever speaks there: a conversation
+# cannot begin with a call.
+LLAMA31 = (
+    "{{ bos_token }}{% macro turn(role, text) %}"
+    "{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\n' + text + '<|eot_id|>' }}"
+    "{% endmacro %}{% set about = '' %}{% if messages[0].role == 'system' %}"
+    "{% set about = messages[0].content | trim %}{% set messages = messages[1:] %}{% endif %}"
+    "{{ turn('system', ('Environment: ipython\n' if tools else '') + about) }}"
+    "{% if tools %}{{ turn('user', 'Functions:\n' + tools | tojson + messages[0].content | trim) }}"
+    "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}{% if m.tool_calls %}"
+    "{{ turn('assistant', m.tool_calls[0].function | tojson) }}{% elif m.role == 'tool' %}"
+    "{{ turn('ipython', m.content | tojson) }}{% else %}{{ turn(m.role, m.content | trim) }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{% endif %}"
+)
+
+
+def gemma4(*, empty_thoughts: bool, tool_role: bool = True) -> str:
+    """Calls and responses share one model turn, in a notation without JSON.
+
+    Args:
+      empty_thoughts: Without thinking the prompt ends with thoughts that are empty.
+      tool_role: Responses may be messages of their own; in the first published templates they
+        belong to the message that calls.
+    """
+    response = (
+        "{{ '<|tool_response>response:' + name + '{value:' + value(text) + '}<tool_response|>' }}"
+        "{% set ns.open = true %}"
+    )
+    follow = (
+        "{% for later in messages[loop.index:] %}{% if later.role != 'tool' %}"
+        "{% set ns.stop = true %}{% endif %}{% if not ns.stop %}"
+        "{% set name, text = m.tool_calls[0].function.name, later.content %}"
+        + response
+        + "{% endif %}{% endfor %}"
+    )
+    return (
+        "{% macro value(v) %}{% if v is string %}{{ '<|\"|>' + v + '<|\"|>' }}"
+        "{% elif v is mapping %}{{ '{' }}{% for k, x in v | dictsort %}"
+        "{{ k + ':' + value(x) }}{{ ',' if not loop.last }}"
+        "{% endfor %}{{ '}' }}{% elif v is iterable %}{{ '[' }}{% for x in v %}{{ value(x) }}"
+        "{{ ',' if not loop.last }}{% endfor %}{{ ']' }}{% else %}{{ v | string }}{% endif %}"
+        "{% endmacro %}{% macro spoken(text) %}{% set ns = namespace(out='') %}"
+        "{% for part in text.split('<channel|>') %}"
+        "{% set ns.out = ns.out + part.split('<|channel>')[0] %}{% endfor %}{{ ns.out | trim }}"
+        "{% endmacro %}{{ bos_token }}{% set ns = namespace(open=false, stop=false) %}"
+        "{% set first = messages[0] %}{% set told = first.role in ['system', 'developer'] %}"
+        "{% if enable_thinking or tools or told %}{{ '<|turn>system\n' }}"
+        "{{ '<|think|>\n' if enable_thinking }}{% if told %}{{ first.content | trim }}"
+        "{% set messages = messages[1:] %}{% endif %}{% for t in tools or [] %}"
+        "{{ '<|tool>declaration:' + t.function.name + value(t.function) + '<tool|>' }}{% endfor %}"
+        "{{ '<turn|>\n' }}{% endif %}{% for m in messages %}"
+        + ("{% if m.role != 'tool' %}" if tool_role else "{% if true %}")
+        + "{% set model = m.role == 'assistant' %}{% if not (model and ns.open) %}"
+        "{{ '<|turn>' + ('model' if model else m.role) + '\n' }}{% endif %}"
+        "{% set ns.open, ns.stop = false, false %}{% for c in m.tool_calls %}"
+        "{{ '<|tool_call>call:' + c.function.name + value(c.function.arguments) }}"
+        "{{ '<tool_call|>' }}{% endfor %}{% for r in m['tool_responses'] %}"
+        "{% set name, text = r.name, r.response %}"
+        + response
+        + "{% endfor %}"
+        + ("{% if m.tool_calls and not ns.open %}" + follow + "{% endif %}" if tool_role else "")
+        + "{{ spoken(m.content) if model else m.content | trim }}"
+        "{{ '<turn|>\n' if m.content or not ns.open }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|turn>model\n' if not ns.open }}"
+        + ("{{ '<|channel>thought\n<channel|>' if not enable_thinking }}" if empty_thoughts else "")
+        + "{% endif %}"
+    )
+
+
+_QWEN_CALLS = {
+    "json": '<tool_call>\n{"name": "\' + c.name + \'", "arguments": \' + c.arguments | tojson'
+    " + '}\n</tool_call>",
+    "xml": "<tool_call>\n<function=' + c.name + '>\n' }}{% for k, v in c.arguments | items %}"
+    "{{ '<parameter=' + k + '>\n' + v | string + '\n</parameter>\n' }}{% endfor %}"
+    "{{ '</function>\n</tool_call>",
+}
+
+
+def qwen(*, calls="xml", opens=True, default=True, effort=False, off=True) -> str:
+    """Tool responses stand in user turns, and thoughts between `<think>` and `</think>`.
+
+    Args:
+      calls: "json" as Qwen 3 writes them, with tools after the system message and contents as they
+        are; "xml" as Qwen 3.5 and later, with tools before it and contents trimmed.
+      opens: With thinking the prompt ends with `<think>`; else the model writes it.
+      default: What holds where the caller says nothing of thinking.
+      effort: A sentence about effort comes first, and old thoughts are kept unless the caller says
+        otherwise, and only as `reasoning_content` (Qwen 3.8).
+      off: Thinking can be switched off.
+    """
+    trim = " | trim" if calls == "xml" else ""
+    tools = "{% for t in tools or [] %}{{ '\n' + t | tojson }}{% endfor %}"
+    about = "{{ first.content" + trim + " if told }}"
+    kept = (
+        "preserve_thinking is undefined or preserve_thinking or"
+        if effort
+        else "preserve_thinking or"
+    )
+    spoken = "" if effort else ".split('</think>')[-1].lstrip('\n')"
+    empty = "'<think>\n\n</think>\n\n'" if off else "raise_exception('always thinks')"
+    return (
+        f"{{% set on = enable_thinking | default({str(default).lower()}) %}}"
+        "{% set first = messages[0] %}{% set told = first.role == 'system' %}"
+        + (
+            "{% set hint = 'Effort: xhigh.\n\n' if on else '' %}"
+            if effort
+            else "{% set hint = '' %}"
+        )
+        + "{% if told or tools or hint %}{{ '<|im_start|>system\n' + hint }}"
+        + ({"json": about + tools, "xml": tools + about}[calls])
+        + "{{ '<|im_end|>\n' }}{% endif %}{% set ns = namespace(last=-1) %}"
+        "{% for m in messages %}{% if m.role == 'user' and not"
+        f" (m.content{trim}).startswith('<tool_response>') %}}{{% set ns.last = loop.index0 %}}"
+        "{% endif %}{% endfor %}{% if ns.last < 0 %}{{ raise_exception('no question') }}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+        f"{{% if {kept} loop.index0 > ns.last %}}{{{{ '<think>\n' }}}}"
+        "{{ m.reasoning_content | default('') + '\n</think>\n\n' }}{% endif %}"
+        f"{{{{ (m.content{trim}){spoken} }}}}{{% for call in m.tool_calls %}}"
+        "{% set c = call.function %}{{ '"
+        + _QWEN_CALLS[calls]
+        + "' }}{% endfor %}{{ '<|im_end|>\n' }}"
+        "{% elif m.role == 'tool' %}{{ '<|im_start|>user' if loop.previtem.role != 'tool' }}"
+        f"{{{{ '\n<tool_response>\n' + m.content{trim} + '\n</tool_response>' }}}}"
+        "{{ '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' }}"
+        "{% elif m.role == 'user' or not loop.first %}"
+        f"{{{{ '<|im_start|>' + m.role + '\n' + m.content{trim} + '<|im_end|>\n' }}}}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+        "{% if not on %}{{ "
+        + empty
+        + " }}"
+        + ("{% else %}{{ '<think>\n' }}" if opens else "")
+        + "{% endif %}{% endif %}"
+    )
+
+
+def conversation(
+    documents: Sequence[str],
+    history: Sequence[dict[str, Any]] = (),
+    *,
+    style: str,
+    responses_on_call: bool = False,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """The messages and the tools that a caller would write by hand to ask "Who?", "Be brief."
+
+    Args:
+      documents: The chunks.
+      history: Earlier turns.
+      style: "tool" or "plain".
+      responses_on_call: The messages that call tools hold their responses.
+    """
+    instructions = TOOL.instructions.replace("{count}", str(len(documents))).replace("{s}", "s")
+    headed = [f"Magic Chunk {n}\n{text}" for n, text in enumerate(documents, 1)]
+    system = {"role": "system", "content": TOOL.preamble + "\n\nBe brief."}
+    turns = [*history, {"role": "user", "content": f"# Question\nWho?\n\n{instructions}"}]
+    if style == "plain":
+        first = "\n\n".join([*headed, turns[0]["content"]])
+        return [system, {"role": "user", "content": first}, *turns[1:]], None
+    name, calls = "get_magic_chunk", []
+    for n, text in enumerate(headed, 1):
+        function = {"name": name, "arguments": {"magic_chunk": n}}
+        call: dict[str, Any] = {"role": "assistant", "content": ""}
+        call["tool_calls"] = [{"type": "function", "function": function}]
+        if responses_on_call:
+            calls.append({**call, "tool_responses": [{"name": name, "response": text}]})
+        else:
+            calls += [call, {"role": "tool", "name": name, "content": text}]
+    number = {"type": "integer", "description": "The number of the chunk."}
+    parameters = {"type": "object", "properties": {"magic_chunk": number}}
+    tool = {"name": name, "description": TOOL.tool_description}
+    tool["parameters"] = parameters | {"required": ["magic_chunk"]}
+    return [system, *calls, *turns], [{"type": "function", "function": tool}]
+
+
 KINDS = [
     "byte_level",
     "metaspace_first",
     "metaspace_always",
     "metaspace_never",
+    "replace",
     "prepend",
     "newline_tokens",
     "unigram",
@@ -81,11 +277,19 @@ KINDS = [
 ]
 
 
-def make(kind: str, template: str | None = CHATML) -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer of one kind with a chat template."""
+def make(
+    kind: str,
+    template: str | None = CHATML,
+    *,
+    special: Sequence[str] = (),
+    added: Sequence[str] = (),
+) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of one kind with a chat template, and further tokens, special or only added."""
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_backend(kind)), bos_token="<bos>"
     )
+    fast.add_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    fast.add_tokens([AddedToken(t, special=False, normalized=False) for t in added])
     fast.chat_template = template
     return fast
 

@@ -1,9 +1,8 @@
-"""Tiny random checkpoints, and what transformers (torch) computes on them.
+"""What transformers (torch, eager, float32) computes on the tiny checkpoints.
 
-Weights come from NumPy seeds, so a checkpoint is made anywhere. The logits that torch gives are
-committed in `tests/data/references.npz` (every 8th position); where torch is installed they are
-computed afresh, which also checks the committed ones. `python tests/support/references.py` rewrites
-the file.
+A sample of it is committed in `tests/data/references.npz`. Where torch is installed all of it is
+computed afresh, which also checks the committed sample. `python tests/support/references.py`
+rewrites the file.
 """
 
 from __future__ import annotations
@@ -11,104 +10,41 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from safetensors.numpy import save_file
 
+if __name__ == "__main__":  # run as a script: make `support` importable, as pytest does
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.cases import CASES, MODELS, SAME_AS, VOCAB, has_delta, layer_types, text_config
+from support.weights import tensors, write_folder
+
+__all__ = [
+    "CASES", "HAS_TORCH", "HIDDEN", "LENGTH", "MASK_FROM", "MODELS", "STRIDE", "VOCAB",
+    "expected", "layer_errors", "tensors", "token_ids", "tolerance", "torch_logits",
+    "visible_mask", "write_folder",
+]  # fmt: skip
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 STORED = Path(__file__).parents[1] / "data" / "references.npz"
-VOCAB, LENGTH, STRIDE = 512, 80, 8
+LENGTH, STRIDE = 80, 8  # of logits every 8th position and every 8th column is committed
+LAYER_POSITIONS = np.array([7, 39, 66, 79])  # of layer outputs these, in the first row
 MASK_FROM, HIDDEN = 60, (10, 50)  # queries from position 60 on cannot see keys 10 .. 49
 
-_QWEN3 = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "rope_theta": 1e6,
-}
-_LLAMA = _QWEN3 | {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "num_attention_heads": 8,
-    "head_dim": 16,
-    "mlp_bias": False,
-    "rope_theta": 1e4,
-    "rms_norm_eps": 1e-5,
-}
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-CASES = {
-    "qwen3": _QWEN3,
-    "qwen3_untied": _QWEN3 | {"tie_word_embeddings": False, "num_key_value_heads": 4},
-    "qwen3_yarn": _QWEN3 | {"rope_scaling": _YARN, "max_position_embeddings": 128},
-    "qwen3_linear": _QWEN3 | {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
-    "llama": _LLAMA,
-    "llama_llama3": _LLAMA
-    | {"tie_word_embeddings": False, "rope_parameters": _LLAMA3 | {"rope_theta": 1e4}},
-}
 
+class Expected(NamedTuple):
+    """Logits of transformers: `logits` is float32 [2, len(positions), len(columns)]."""
 
-def tensors(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights under their Hugging Face names; no norm weight is left at 1."""
-    rng = np.random.default_rng(seed)
-    hidden, inner, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
+    positions: np.ndarray
+    columns: np.ndarray
+    logits: np.ndarray
 
-    def matrix(rows: int, columns: int, scale: float | None = None) -> np.ndarray:
-        scale = columns**-0.5 if scale is None else scale
-        return (rng.standard_normal((rows, columns)) * scale).astype(np.float32)
-
-    def norm(size: int) -> np.ndarray:
-        return (1 + 0.3 * rng.standard_normal(size)).astype(np.float32)
-
-    out = {"model.embed_tokens.weight": matrix(config["vocab_size"], hidden, 0.5)}
-    for i in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{i}."
-        for name, shape in {
-            "self_attn.q_proj": (q, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, q),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }.items():
-            out[f"{prefix}{name}.weight"] = matrix(*shape)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            out[f"{prefix}{name}.weight"] = norm(hidden)
-        if config["model_type"] == "qwen3":
-            for name in ("q_norm", "k_norm"):
-                out[f"{prefix}self_attn.{name}.weight"] = norm(d)
-    out["model.norm.weight"] = norm(hidden)
-    if not config["tie_word_embeddings"]:
-        out["lm_head.weight"] = matrix(config["vocab_size"], hidden)
-    return out
-
-
-def write_folder(case: str, folder: Path) -> Path:
-    """Writes the checkpoint of a case as a Hugging Face folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CASES[case]))
-    save_file(tensors(CASES[case]), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    def error(self, logits: np.ndarray) -> float:
+        """Largest absolute difference to logits [2, LENGTH, VOCAB]."""
+        ours = logits[:, self.positions][:, :, self.columns]
+        return float(np.abs(ours - self.logits).max())
 
 
 def token_ids() -> np.ndarray:
@@ -122,24 +58,144 @@ def visible_mask(length: int = LENGTH) -> np.ndarray:
     return (j <= i) & ~((i >= MASK_FROM) & (j >= HIDDEN[0]) & (j < HIDDEN[1]))
 
 
-def torch_logits(folder: Path, mask: np.ndarray | None = None) -> np.ndarray:
-    """float32 [2, LENGTH, V] logits of transformers, eager attention, with an optional 4-D mask."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def tolerance(case: str) -> float:
+    """The absolute error of logits that a case is allowed."""
+    return 1e-3 if has_delta(case) else 1e-4
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    extra = {}
-    if mask is not None:
-        additive = torch.where(torch.from_numpy(mask), 0.0, torch.finfo(torch.float32).min)
-        additive = additive[None, None].expand(2, 1, *mask.shape)
-        dense = model.config.model_type != "qwen3"
-        extra["attention_mask"] = additive if dense else {"full_attention": additive}
+
+def expected(case: str, folder: Path, *, masked: bool) -> Expected:
+    """The logits of a case; with torch, of every position and column."""
+    stored = _stored()[f"{SAME_AS.get(case, case)}.{'masked' if masked else 'plain'}"]
+    some = np.arange(0, LENGTH, STRIDE), np.arange(0, VOCAB, STRIDE)
+    if not HAS_TORCH:
+        return Expected(*some, stored)
+    logits = _computed(case, folder)["masked" if masked else "plain"]
+    stale = Expected(*some, stored).error(logits)
+    assert stale < 2 * tolerance(case), f"{STORED} is stale for {case}: {stale}; write it anew"
+    return Expected(np.arange(LENGTH), np.arange(VOCAB), logits)
+
+
+def layer_errors(case: str, folder: Path, layers: list[np.ndarray]) -> np.ndarray:
+    """float [layers]: error of every layer's output, relative to its largest number.
+
+    Args:
+      case: name of the case.
+      folder: its checkpoint.
+      layers: [2, LENGTH, E] after each layer, of the plain forward pass.
+    """
+    ours, positions = np.stack([layer[0] for layer in layers]), LAYER_POSITIONS
+    theirs = _stored()[f"{SAME_AS.get(case, case)}.layers"]
+    if HAS_TORCH:
+        positions, theirs = np.arange(LENGTH), _computed(case, folder)["layers"]
+    difference = np.abs(ours[:, positions] - theirs).max((1, 2))
+    return difference / np.abs(theirs).max((1, 2))
+
+
+def torch_model(folder: Path, kind: type | None = None):
+    """The checkpoint in transformers; no tensor of the text model is left over or missing.
+
+    Args:
+      folder: the checkpoint.
+      kind: class of the model; by default the one that transformers chooses for text.
+    """
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model, info = (kind or transformers.AutoModelForCausalLM).from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    towers = ("vision_tower", "visual", "multi_modal_projector")
+    lacking = {name for name in info["missing_keys"] if not any(t in name for t in towers)}
+    faults = lacking | set(info["unexpected_keys"]) | set(info["mismatched_keys"])
+    assert not faults, f"transformers does not take {sorted(faults)} of {folder}"
+    return model.eval()
+
+
+def torch_save(folder: Path, saved: Path) -> None:
+    """Has transformers save the checkpoint as it saves a model that it did not load.
+
+    What it loaded it would save as it found it.
+    """
+    import transformers
+
+    config = json.loads((folder / "config.json").read_text())
+    kind = getattr(transformers, config["architectures"][0])
+    loaded = torch_model(folder, kind)
+    model = kind(loaded.config)
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(saved)
+
+
+def torch_logits(folder: Path, mask: np.ndarray | None = None) -> np.ndarray:
+    """float32 [2, LENGTH, V] logits of transformers.
+
+    Args:
+      folder: a checkpoint.
+      mask: bool [LENGTH, LENGTH], which keys a query sees in layers of full attention; by default
+        all up to itself.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    return _forward(torch_model(folder), config, mask)
+
+
+def _forward(model, config: dict, mask: np.ndarray | None) -> np.ndarray:
+    import torch
+
+    extra = {} if mask is None else {"attention_mask": _attention_mask(config, mask)}
     with torch.no_grad():
-        return model(
-            input_ids=torch.from_numpy(token_ids()), use_cache=False, **extra
-        ).logits.numpy()
+        out = model(input_ids=torch.from_numpy(token_ids()), use_cache=False, **extra)
+    return out.logits.numpy()
+
+
+def _attention_mask(config: dict, full: np.ndarray):
+    """The mask as the model takes it: one for each kind of layer where there are kinds."""
+    import torch
+
+    def additive(mask: np.ndarray):
+        mask = torch.where(torch.from_numpy(mask), 0.0, torch.finfo(torch.float32).min)
+        return mask[None, None].expand(2, 1, *full.shape)
+
+    if text_config(config)["model_type"] in ("llama", "qwen3_moe"):
+        return additive(full)
+    kinds = set(layer_types(config))
+    out = {"full_attention": additive(full)}
+    if "sliding_attention" in kinds:
+        i, j = np.arange(len(full))[:, None], np.arange(len(full))[None]
+        window = text_config(config)["sliding_window"]
+        out["sliding_attention"] = additive((j <= i) & (j > i - window))
+    if "linear_attention" in kinds:
+        out["linear_attention"] = None
+    return out
+
+
+def torch_outputs(folder: Path) -> dict[str, np.ndarray]:
+    """Logits `plain` and `masked` [2, LENGTH, V], and `layers` [layers, LENGTH, E] of row 0."""
+    config, model = json.loads((folder / "config.json").read_text()), torch_model(folder)
+    layers: list[np.ndarray] = []
+
+    def record(module, inputs, output) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        layers.append(hidden[0].numpy().copy())
+
+    inner = getattr(model.model, "language_model", model.model)
+    hooks = [layer.register_forward_hook(record) for layer in inner.layers]
+    plain = _forward(model, config, None)
+    for hook in hooks:
+        hook.remove()
+    masked = _forward(model, config, visible_mask())
+    return {"plain": plain, "masked": masked, "layers": np.stack(layers)}
+
+
+_CACHE: dict[str, dict[str, np.ndarray]] = {}
+
+
+def _computed(case: str, folder: Path) -> dict[str, np.ndarray]:
+    """The outputs of a case, once a session: its folder is always the same."""
+    if case not in _CACHE:
+        _CACHE[case] = torch_outputs(folder)
+    return _CACHE[case]
 
 
 @functools.cache
@@ -148,28 +204,21 @@ def _stored() -> dict[str, np.ndarray]:
         return dict(data)
 
 
-def expected(case: str, folder: Path, *, masked: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(positions, logits [2, len(positions), V]) of a case; with torch, of every position."""
-    stored = _stored()[f"{case}{'_masked' if masked else ''}"]
-    if not HAS_TORCH:
-        return np.arange(0, LENGTH, STRIDE), stored
-    logits = torch_logits(folder, visible_mask() if masked else None)
-    np.testing.assert_allclose(logits[:, ::STRIDE], stored, atol=2e-4, err_msg="stale references")
-    return np.arange(LENGTH), logits
-
-
 def main() -> None:
-    """Rewrites the committed logits."""
+    """Rewrites the committed sample."""
     import tempfile
 
     out = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for case in CASES:
-            folder = write_folder(case, Path(temporary) / case)
-            out[case] = torch_logits(folder)[:, ::STRIDE]
-            out[f"{case}_masked"] = torch_logits(folder, visible_mask())[:, ::STRIDE]
+        for case in MODELS:
+            computed = torch_outputs(write_folder(case, Path(temporary) / case))
+            for kind in ("plain", "masked"):
+                out[f"{case}.{kind}"] = computed[kind][:, ::STRIDE, ::STRIDE]
+            out[f"{case}.layers"] = computed["layers"][:, LAYER_POSITIONS]
+            sizes = {kind: float(np.abs(value).max()) for kind, value in computed.items()}
+            print(case, f"{len(computed['layers'])} layers, largest numbers", sizes)
     np.savez_compressed(STORED, **out)
-    print({name: (value.shape, float(np.abs(value).max())) for name, value in out.items()})
+    print(f"{STORED}: {STORED.stat().st_size // 1024} KiB")
 
 
 if __name__ == "__main__":

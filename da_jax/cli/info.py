@@ -1,0 +1,331 @@
+"""`da-jax info`: what a model is made of, what it costs, and where it fits.
+
+Neither JAX nor the network is needed: all is arithmetic on the configuration.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from da_jax.models import catalog, hf_config, sizes
+from da_jax.models.config import Attention, Kind, ModelConfig
+
+_CONTEXTS = (8_192, 32_768, 131_072, 262_144)
+_VISIBLE = 0.1  # of the context, for the bound on the speed-up
+
+
+def run(
+    model: str, as_json: bool, *, batch: int, context: int | None, dtype: str, weights: str | None,
+    page_size: int, prefill_chunk: int,
+) -> None:  # fmt: skip
+    """Prints what is known of a model; the arguments are those of the command.
+
+    Raises:
+      ValueError: for a model that is not known, or an argument out of range.
+    """
+    if weights not in (None, "bf16", "int8"):
+        raise ValueError(f"--weights is {weights!r}; it must be bf16 or int8")
+    if weights == "bf16" and dtype != "bfloat16":
+        raise ValueError(
+            f"--weights bf16 with --dtype {dtype}: weights are int8 or have the dtype of the "
+            "activations; leave --weights out"
+        )
+    source, config = find(model)
+    use = sizes.Use(
+        batch=batch,
+        context=min(32_768, config.max_positions) if context is None else context,
+        dtype=dtype,
+        int8=weights == "int8",
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+    )
+    facts = collect(model, source, config, use)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print(facts)
+
+
+def find(model: str) -> tuple[str, ModelConfig]:
+    """Where the configuration comes from, and the configuration.
+
+    Args:
+      model: `tiny`, a folder with a `config.json`, a hub id that is in the hub's cache, or a size
+        of the catalogue.
+
+    Raises:
+      ValueError: for any other name.
+      ConfigError: for a configuration that is not computed here.
+    """
+    if model == "tiny":
+        folder = Path(str(importlib.resources.files("da_jax.checkpoints") / "tiny" / "checkpoint"))
+        return "ships with the package", hf_config.read(folder)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return str(folder), hf_config.read(folder)
+    if cached := _cached(model):
+        return str(cached), hf_config.read(cached.parent)
+    if size := catalog.find(model):
+        return f"catalogue: {size}", hf_config.parse(catalog.hf_config(size))
+    raise ValueError(
+        f"{catalog.unknown(model)}. A folder with a config.json or the id of a cached hub "
+        "repository does as well"
+    )
+
+
+def collect(model: str, source: str, config: ModelConfig, use: sizes.Use) -> dict[str, Any]:
+    """All facts, under the names of the JSON output."""
+    memory = sizes.memory(config, use)
+    traffic = _traffic(config, use, use.context)
+    return {
+        "model": model,
+        "source": source,
+        "family": config.family,
+        "parameters": sizes.parameters(config),
+        "parameters_read_per_step": round(sizes.parameters_read(config, use.batch)),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "max_positions": config.max_positions,
+        **_layers(config),
+        "dtype": use.dtype,
+        "weights": "int8" if use.int8 else use.dtype,
+        "batch": use.batch,
+        "context_tokens": use.context,
+        "page_size_tokens": use.page_size,
+        "prefill_chunk_tokens": use.prefill_chunk,
+        **_kv_bytes(config, use),
+        "state_bytes_per_sequence": sizes.state_bytes_per_sequence(config, itemsize=use.itemsize),
+        "memory_bytes": memory.total,
+        "memory_bytes_weights": memory.weights,
+        "memory_bytes_pages": memory.pages,
+        "memory_bytes_rings": memory.rings,
+        "memory_bytes_states": memory.states,
+        "memory_bytes_workspace": memory.workspace,
+        "per_layer_embedding_bytes": sizes.per_layer_embedding_bytes(config, use.itemsize),
+        "read_bytes_per_step": round(traffic.total),
+        "read_bytes_per_step_weights": round(traffic.weights),
+        "read_bytes_per_step_full": traffic.full,
+        "read_bytes_per_step_sliding": traffic.sliding,
+        "read_bytes_per_step_states": traffic.states,
+        "savable_share_kv": traffic.savable_share_kv,
+        "savable_share_all": traffic.savable_share_all,
+        "contexts": _contexts(config, use),
+        "fits": [_fit(fit) for fit in sizes.fits(config, use)],
+        "notes": _notes(config, use),
+    }
+
+
+def _cached(model: str) -> Path | None:
+    """`config.json` of a hub id in the hub's cache."""
+    if model.count("/") != 1:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        path = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(path) if isinstance(path, str) else None
+
+
+def _traffic(config: ModelConfig, use: sizes.Use, context: int) -> sizes.Traffic:
+    return sizes.traffic(
+        config, batch=use.batch, context=context, itemsize=use.itemsize, int8=use.int8
+    )
+
+
+def _layers(config: ModelConfig) -> dict[str, Any]:
+    """Layers by kind; those with shared keys and values count in their kind too."""
+    mixers = [layer.mixer for layer in config.layers]
+    shared = [m for m in mixers if isinstance(m, Attention) and m.donor is not None]
+    windows = [m.window for m in mixers if isinstance(m, Attention) and m.window is not None]
+    counts = {
+        f"layers_{kind}": sum(m.kind == kind for m in mixers)
+        for kind in ("full", "sliding", "recurrent")
+    }
+    return counts | {
+        "layers_shared_kv": len(shared),
+        "layers_full_shared_kv": sum(m.kind == "full" for m in shared),
+        "layers_sliding_shared_kv": sum(m.kind == "sliding" for m in shared),
+        "layers_with_experts": sum(layer.experts is not None for layer in config.layers),
+        "window_tokens": max(windows, default=None),
+    }
+
+
+def _kv_bytes(config: ModelConfig, use: sizes.Use) -> dict[str, int]:
+    kinds: tuple[Kind, ...] = ("full", "sliding")
+    return {
+        f"kv_{'read_' if read else ''}bytes_per_token_{kind}": sizes.kv_bytes_per_token(
+            config, kind, itemsize=use.itemsize, read=read
+        )
+        for read in (False, True)
+        for kind in kinds
+    }
+
+
+def _contexts(config: ModelConfig, use: sizes.Use) -> list[dict[str, Any]]:
+    rows = []
+    for context in sorted({*_CONTEXTS, use.context}):
+        if context > config.max_positions and context != use.context:
+            continue
+        traffic = _traffic(config, use, context)
+        rows.append(
+            {
+                "context_tokens": context,
+                "read_bytes_per_step": round(traffic.total),
+                "savable_share_kv": traffic.savable_share_kv,
+                "savable_share_all": traffic.savable_share_all,
+                "speedup_bound_at_tenth_visible": traffic.speedup(_VISIBLE),
+            }
+        )
+    return rows
+
+
+def _fit(fit: sizes.Fit) -> dict[str, Any]:
+    return {
+        "chip": fit.chip,
+        "chip_memory_bytes": fit.memory,
+        "dtype": fit.dtype,
+        "context_tokens": fit.context,
+        "note": fit.note,
+    }
+
+
+def _notes(config: ModelConfig, use: sizes.Use) -> list[str]:
+    notes = []
+    if table := sizes.per_layer_embedding_bytes(config, use.itemsize):
+        notes.append(
+            f"{_size(table)} of the weights are per-layer embeddings, kept in {use.dtype}, of "
+            "which a step reads one row a token"
+            + ("; they stay on the host" if use.per_layer_on_host else "")
+        )
+    if use.context > config.max_positions:
+        notes.append(
+            f"a context of {use.context:,} is beyond the {config.max_positions:,} positions that "
+            "the checkpoint declares; arithmetic only"
+        )
+    if use.dtype == "float16" and config.family in ("gemma3", "gemma4"):
+        notes.append("activations of Gemma leave float16's range; use bfloat16 or float32")
+    return notes
+
+
+def _print(facts: dict[str, Any]) -> None:
+    console = Console()
+    for table in (_overview(facts), _memory(facts), _savings(facts), _chips(facts)):
+        console.print(table)
+    for note in facts["notes"]:
+        console.print(Text(f"note: {note}"))
+
+
+def _overview(facts: dict[str, Any]) -> Table:
+    def bytes_of(name: str) -> str:
+        stored = facts[f"kv_bytes_per_token_{name}"]
+        read = facts[f"kv_read_bytes_per_token_{name}"]
+        return f"{stored:,} B" + (f", {read:,} B read" if read != stored else "")
+
+    table = Table(title=facts["model"], title_justify="left", show_header=False, box=None)
+    table.add_row("source", Text(facts["source"]))
+    table.add_row("family", facts["family"])
+    table.add_row("layers", _layer_words(facts))
+    table.add_row("parameters", f"{facts['parameters'] / 1e9:.2f} B")
+    table.add_row(
+        f"read by a step of {facts['batch']}", f"{facts['parameters_read_per_step'] / 1e9:.2f} B"
+    )
+    table.add_row("vocabulary", f"{facts['vocab_size']:,}")
+    table.add_row("positions", f"{facts['max_positions']:,}")
+    for kind in ("full", "sliding"):
+        if facts[f"layers_{kind}"]:
+            table.add_row(f"KV of a token, {kind}", bytes_of(kind))
+    if facts["layers_recurrent"]:
+        table.add_row("state of a sequence", _size(facts["state_bytes_per_sequence"]))
+    return table
+
+
+def _layer_words(facts: dict[str, Any]) -> str:
+    words = []
+    for kind in ("full", "sliding", "recurrent"):
+        shared = facts.get(f"layers_{kind}_shared_kv", 0)
+        if count := facts[f"layers_{kind}"]:
+            words.append(f"{count} {kind}" + (f" ({shared} read another's KV)" if shared else ""))
+    if facts["window_tokens"]:
+        words.append(f"window {facts['window_tokens']:,}")
+    return ", ".join(words)
+
+
+def _memory(facts: dict[str, Any]) -> Table:
+    table = _table(
+        f"Memory, {facts['batch']} x {facts['context_tokens']:,} tokens, {facts['dtype']}"
+        + (", int8 weights" if facts["weights"] == "int8" else ""),
+        ("", "GB"),
+    )
+    rows = {
+        "weights": "weights",
+        "pages": "pages of full layers",
+        "rings": "rings of sliding layers",
+        "states": "recurrent states",
+        "workspace": "workspace, estimated",
+    }
+    for name, words in rows.items():
+        if value := facts[f"memory_bytes_{name}"]:
+            table.add_row(words, _gb(value))
+    table.add_row("total", _gb(facts["memory_bytes"]), style="bold")
+    return table
+
+
+def _savings(facts: dict[str, Any]) -> Table:
+    table = _table(
+        f"What declarations can save of a decode step, batch {facts['batch']}",
+        ("context", "read GB", "of KV", "of all", "bound at 10 % visible"),
+    )
+    for row in facts["contexts"]:
+        table.add_row(
+            f"{row['context_tokens']:,}",
+            _gb(row["read_bytes_per_step"]),
+            f"{row['savable_share_kv']:.1%}",
+            f"{row['savable_share_all']:.1%}",
+            f"{row['speedup_bound_at_tenth_visible']:.2f}x",
+        )
+    return table
+
+
+def _chips(facts: dict[str, Any]) -> Table:
+    table = _table(
+        f"Longest context on one device, batch {facts['batch']}",
+        ("device", "GiB", "dtype", "tokens", "note"),
+    )
+    for fit in facts["fits"]:
+        table.add_row(
+            fit["chip"],
+            f"{fit['chip_memory_bytes'] / 2**30:.0f}",
+            fit["dtype"],
+            f"{fit['context_tokens']:,}" if fit["context_tokens"] else "-",
+            Text(fit["note"]),
+        )
+    return table
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(
+        title=title, title_justify="left", box=None, header_style="dim", min_width=len(title)
+    )
+    for i, column in enumerate(columns):
+        left = i == 0 or column in ("dtype", "note")
+        table.add_column(column, justify="left" if left else "right")
+    return table
+
+
+def _gb(value: float) -> str:
+    return f"{value / 1e9:.2f}"
+
+
+def _size(value: float) -> str:
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"

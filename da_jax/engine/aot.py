@@ -1,0 +1,230 @@
+"""Compiles the programs of a model for a chip that is not there, and says what they need.
+
+A compiler for one chip may abort where another was used before, so each target has a child process:
+`python -P -m da_jax.engine.aot MODEL TARGET ...` prints one line of JSON for each program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from da_jax.cache import pools
+from da_jax.engine import engine, runner
+from da_jax.engine.config import EngineConfig
+from da_jax.kernels import chips
+from da_jax.kernels.aot import machines
+from da_jax.models import catalog, hf_config, host_table, registry, sizes
+from da_jax.models.config import ModelConfig
+
+Row = dict[str, Any]
+SECONDS = 900  # most time for one target
+_MARK = "@aot "  # compilers write to the same stream
+_STOP_IDS = 4  # of a checkpoint, about
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is compiled.
+
+    Attributes:
+      model: size of the catalogue, or a folder with a `config.json`.
+      batch: sequences of the decode program.
+      context: longest sequence, in tokens.
+      int8: weights in 8 bits.
+    """
+
+    model: str
+    batch: int = 8
+    context: int = 32_768
+    int8: bool = False
+
+    def config(self) -> ModelConfig:
+        """The model's configuration."""
+        folder = Path(self.model).expanduser()
+        if folder.is_dir():
+            return hf_config.read(folder)
+        return hf_config.parse(catalog.hf_config(self.model))
+
+    def settings(self) -> EngineConfig:
+        """Settings of the engine."""
+        return EngineConfig(max_num_seqs=self.batch, max_model_len=self.context)
+
+
+def rows(plan: Plan, targets: Sequence[str]) -> list[Row]:
+    """Compiles prefill and decode for each target, one after the other.
+
+    Returns:
+      Rows `target, program, ok, error, seconds`, and for what was compiled `argument_bytes` and
+      `temp_bytes` on the device, `host_bytes`, `weight_bytes`, `cache_bytes` and `memory_bytes`,
+      the memory of the device. A program is not ok if it copies the caches or does not fit.
+
+    Raises:
+      ValueError: an unknown model or target.
+    """
+    plan.config()
+    return [row for machine in machines.named(targets) for row in _machine(plan, machine)]
+
+
+def _machine(plan: Plan, machine: machines.Machine) -> list[Row]:
+    head = {"target": machine.name, "program": "", "ok": False, "seconds": None}
+    if not machines.installed(machine):
+        return [head | {"error": machines.INSTALL}]
+    command = [
+        sys.executable, "-P", "-m", "da_jax.engine.aot", plan.model, machine.name,
+        f"--batch={plan.batch}", f"--context={plan.context}", *["--int8"] * plan.int8,
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="da-jax-aot-") as scratch:
+        environment = machines.environment(machine, Path(scratch))
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace",
+                timeout=SECONDS, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return [head | {"error": f"not done within {SECONDS} s"}]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    found = [json.loads(line[len(_MARK) :]) for line in lines]
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        found.append(head | {"error": f"exit code {done.returncode}: {last[0]}"})
+    return found
+
+
+def programs(plan: Plan, device: jax.Device) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """(name, function that compiles it) of each program; nothing is computed or allocated."""
+    config = plan.config()
+    settings = plan.settings()
+    model = registry.abstract(config, dtype=jnp.dtype(jnp.bfloat16), quantized=plan.int8)
+    cache = _cache_plan(config, settings)
+    forms = engine.shapes(settings, plan.context, _STOP_IDS)
+    vocabulary = config.vocab_size
+    made = runner.Runner(
+        model, forms, cache, costs=np.zeros(vocabulary, np.int32),
+        valid=np.ones(vocabulary, bool), caches=jax.eval_shape(lambda: pools.allocate(cache)),
+    )  # fmt: skip
+    here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
+
+    def put(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree)
+
+    weights = put(nnx.state(model))
+    if on_host(plan, device):
+        table = weights["per_layer_embedding"].get_value()
+        there = here.with_memory_kind(host_table.MEMORY)
+        weights["per_layer_embedding"].set_value(
+            jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=there)
+        )
+    caches = put(made.caches)
+    one = put(np.zeros(1, np.int32))
+
+    def compiled(program: Callable[..., Any], **arguments: Any) -> Any:
+        with use_abstract_mesh(machines.context(device)):
+            traced = jax.jit(program, donate_argnames="caches").trace(
+                weights, caches=caches, **arguments
+            )
+            return traced.lower(lowering_platforms=(machines.lowering(device),)).compile()
+
+    yield (
+        f"decode, batch {plan.batch}",
+        lambda: compiled(
+            made.decode_program,
+            rows=put(made.empty_rows(plan.batch)),
+            decode=put(made.empty_decode(plan.batch)),
+        ),
+    )
+    yield f"prefill, {settings.prefill_chunk} tokens", lambda: compiled(
+        made.prefill_program,
+        tokens=put(np.zeros((1, settings.prefill_chunk), np.int32)),
+        position=one, q_lens=one, rows=put(made.empty_rows(1)), forced=one,
+        wants_top=put(np.array(False)),
+    )  # fmt: skip
+
+
+def on_host(plan: Plan, device: jax.Device) -> bool:
+    """Whether per-layer embeddings are compiled for host memory: on a TPU that has little."""
+    chip = chips.chip_of(device.device_kind)
+    use = sizes.Use(int8=plan.int8)
+    return (
+        device.platform == "tpu"  # a described GPU lists no memories
+        and chip is not None
+        and sizes.per_layer_on_host(plan.config(), use, chip.memory)
+    )
+
+
+def _cache_plan(config: ModelConfig, settings: EngineConfig) -> pools.CachePlan:
+    assert settings.max_model_len is not None
+    return pools.plan(
+        config, page_size=settings.page_size, max_tokens=settings.max_model_len,
+        sequences=settings.max_num_seqs, longest_step=settings.prefill_chunk,
+        dtype=jnp.bfloat16, budget_bytes=2**60,
+    )  # fmt: skip
+
+
+def child(plan: Plan, target: str) -> None:
+    """Compiles every program for a target and prints a line for each."""
+    (machine,) = machines.named([target])
+    device = machines.devices(machine)[0]
+    cache = _cache_plan(plan.config(), plan.settings())
+    for name, compile_ in programs(plan, device):
+        began = time.monotonic()
+        row: Row = {"target": machine.name, "program": name, "ok": False}
+        try:
+            memory = compile_().memory_analysis()
+        except Exception as error:  # noqa: BLE001  whatever a compiler throws is the result
+            row["error"] = f"{type(error).__name__}: {error}"[:2000]
+        else:
+            row |= _judged(memory, cache, machine.chip.memory)
+        row["seconds"] = round(time.monotonic() - began, 1)
+        print(f"\n{_MARK}{json.dumps(row)}", flush=True)
+
+
+def _judged(memory: Any, cache: pools.CachePlan, capacity: int) -> Row:
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    faults = []
+    if memory.alias_size_in_bytes < cache.bytes:
+        faults.append(
+            f"only {memory.alias_size_in_bytes / 1e9:.2f} GB of {cache.bytes / 1e9:.2f} GB of "
+            "caches are updated in place"
+        )
+    if needed > capacity:
+        faults.append(f"needs {needed / 2**30:.1f} GiB of {capacity / 2**30:.1f}")
+    return {
+        "ok": not faults,
+        "error": "; ".join(faults),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "host_bytes": memory.host_argument_size_in_bytes,
+        "cache_bytes": cache.bytes,
+        "memory_bytes": capacity,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the arguments that `rows` gives."""
+    parser = argparse.ArgumentParser(description="Internal: use `da-jax bench aot --model`.")
+    parser.add_argument("model")
+    parser.add_argument("target")
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--context", type=int, required=True)
+    parser.add_argument("--int8", action="store_true")
+    given = parser.parse_args(arguments)
+    child(Plan(given.model, given.batch, given.context, given.int8), given.target)
+
+
+if __name__ == "__main__":
+    main()

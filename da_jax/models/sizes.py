@@ -1,0 +1,485 @@
+"""What a model costs: parameters, bytes of memory, and bytes read by a decode step.
+
+Arithmetic on a `ModelConfig` alone; nothing here imports JAX, so a plan takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from da_jax.kernels import chips
+from da_jax.models import dtypes
+from da_jax.models.config import Attention, GatedDelta, Kind, Layer, ModelConfig
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a number, by dtype of the activations and the KV cache."""
+
+_PACKED_LANES = 128  # a pool row holds key and value of a head of at most 64 in this many numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A parameter of the model.
+
+    Attributes:
+      path: its place in the model.
+      shape: its shape.
+      scales: how many float32 scales come with it as int8, 0 where it stays as it is.
+      read: whether a decode step reads all of it, only the rows of its tokens (`gather`), or the
+        experts that its tokens chose (`routed`).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    scales: int = 0
+    read: Literal["step", "gather", "routed"] = "step"
+
+    @property
+    def size(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+
+def tensors(config: ModelConfig) -> Iterator[Tensor]:
+    """Every parameter of the model, scales of quantised ones not counted."""
+    width, rows = config.hidden_size, config.vocab_size
+    yield Tensor(
+        "embedding", (rows, width), rows, read="step" if config.tie_embeddings else "gather"
+    )
+    yield Tensor("norm.scale", (width,))
+    if not config.tie_embeddings:
+        yield _linear("head", width, rows)
+    if inputs := config.per_layer_inputs:
+        numbers = len(config.layers) * inputs.size
+        yield Tensor("per_layer_embedding", (inputs.vocab_size, numbers), read="gather")
+        yield _linear("per_layer_projection", width, numbers)
+        yield Tensor("per_layer_norm.scale", (inputs.size,))
+    for i, layer in enumerate(config.layers):
+        for tensor in _layer(config, layer):
+            yield dataclasses.replace(tensor, path=f"layers.{i}.{tensor.path}")
+
+
+def parameters(config: ModelConfig) -> int:
+    """Numbers in the checkpoint's text model."""
+    return sum(tensor.size for tensor in tensors(config))
+
+
+def parameters_read(config: ModelConfig, batch: int = 1) -> float:
+    """Parameters that a decode step of `batch` sequences reads.
+
+    Rows gathered from an embedding do not count. Of a mixture of experts counts what the batch is
+    expected to choose, if every sequence chooses evenly and on its own.
+    """
+    return sum(tensor.size * share for tensor, share in _shares(config, batch))
+
+
+def distinct_experts(count: int, top_k: int, batch: int) -> float:
+    """Experts that at least one of `batch` tokens is expected to choose."""
+    return count * (1 - (1 - top_k / count) ** batch)
+
+
+def weight_bytes(config: ModelConfig, *, itemsize: int, int8: bool) -> int:
+    """Bytes of all parameters, with `itemsize` bytes a number, or int8 and its scales."""
+    return sum(_bytes(tensor, itemsize, int8) for tensor in tensors(config))
+
+
+def per_layer_embedding_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of Gemma 4's table of per-layer embeddings, 0 for other models."""
+    inputs = config.per_layer_inputs
+    return inputs.vocab_size * inputs.size * len(config.layers) * itemsize if inputs else 0
+
+
+def kv_bytes_per_token(
+    config: ModelConfig, kind: Kind, *, itemsize: int, read: bool = False
+) -> int:
+    """Bytes of keys and values of one token in the layers of a kind.
+
+    Args:
+      config: the model.
+      kind: `full` or `sliding`.
+      itemsize: bytes of a number.
+      read: count every layer that reads them, so those of a donor more than once, instead of the
+        layers that store them.
+    """
+    return sum(
+        2 * mixer.num_kv_heads * mixer.head_dim * itemsize
+        for mixer in _attentions(config, kind)
+        if read or mixer.donor is None
+    )
+
+
+def state_bytes_per_sequence(config: ModelConfig, *, itemsize: int) -> int:
+    """Bytes of the recurrent states of one sequence.
+
+    The memory of a layer is float32; of its convolution the last `conv_width - 1` inputs are kept,
+    in numbers of `itemsize` bytes.
+    """
+    return sum(
+        (mixer.conv_width - 1) * mixer.channels * itemsize
+        + 4 * mixer.value_heads * mixer.key_dim * mixer.value_dim
+        for layer in config.layers
+        if isinstance(mixer := layer.mixer, GatedDelta)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes that a decode step moves between the device and its memory.
+
+    Attributes:
+      weights: parameters.
+      full: keys and values of full layers, all of the context visible.
+      sliding: keys and values of sliding layers.
+      states: recurrent states, read and written.
+    """
+
+    weights: float
+    full: int
+    sliding: int
+    states: int
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.full + self.sliding + self.states
+
+    @property
+    def savable_share_kv(self) -> float:
+        """Share that declarations can save of what grows with the sequences: caches and states."""
+        cache = self.full + self.sliding + self.states
+        return self.full / cache if cache else 0.0
+
+    @property
+    def savable_share_all(self) -> float:
+        """Share that declarations can save of all bytes."""
+        return self.full / self.total
+
+    def speedup(self, visible: float) -> float:
+        """How much faster a step bound by memory is when this share of the context is visible."""
+        return self.total / (self.total - (1 - visible) * self.full)
+
+
+def traffic(
+    config: ModelConfig, *, batch: int, context: int, itemsize: int, int8: bool = False
+) -> Traffic:
+    """What a decode step of `batch` sequences of `context` tokens each moves."""
+    weights = sum(
+        _bytes(tensor, itemsize, int8) * share for tensor, share in _shares(config, batch)
+    )
+    return Traffic(
+        weights=weights,
+        full=batch * context * kv_bytes_per_token(config, "full", itemsize=itemsize, read=True),
+        sliding=batch
+        * sum(
+            min(context, mixer.window or 0) * 2 * mixer.num_kv_heads * mixer.head_dim * itemsize
+            for mixer in _attentions(config, "sliding")
+        ),
+        states=2 * batch * state_bytes_per_sequence(config, itemsize=itemsize),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """How a model is run, as far as its memory depends on it.
+
+    Attributes:
+      batch: sequences that decode at once.
+      context: tokens of each, prompt and response.
+      dtype: of activations, KV cache and, unless `int8`, weights.
+      int8: whether weights are int8 with scales.
+      page_size: tokens of a KV page.
+      prefill_chunk: tokens of a prefill step.
+      per_layer_on_host: whether Gemma 4's per-layer embeddings are kept off the device.
+    """
+
+    batch: int = 1
+    context: int = 32_768
+    dtype: str = "bfloat16"
+    int8: bool = False
+    page_size: int = 64
+    prefill_chunk: int = 512
+    per_layer_on_host: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "context", "page_size", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(ITEMSIZE)}")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of `dtype`."""
+        return ITEMSIZE[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on the device.
+
+    Attributes:
+      weights: parameters, without those on the host.
+      pages: paged keys and values of full layers.
+      rings: keys and values of sliding layers: the window and a prefill step.
+      states: recurrent states.
+      workspace: activations of the largest step and logits, estimated.
+    """
+
+    weights: int
+    pages: int
+    rings: int
+    states: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """All that is on the device."""
+        return self.weights + self.pages + self.rings + self.states + self.workspace
+
+
+def memory(config: ModelConfig, use: Use) -> Memory:
+    """What the model needs on the device."""
+    host = per_layer_embedding_bytes(config, use.itemsize) if use.per_layer_on_host else 0
+    pages, rings = _cache_bytes(config, use)
+    return Memory(
+        weights=weight_bytes(config, itemsize=use.itemsize, int8=use.int8) - host,
+        pages=pages,
+        rings=rings,
+        states=use.batch * state_bytes_per_sequence(config, itemsize=use.itemsize),
+        workspace=_workspace(config, use),
+    )
+
+
+def longest_context(config: ModelConfig, use: Use, bytes_free: int) -> int:
+    """The most tokens that each of `use.batch` sequences can have in so many bytes.
+
+    It is a whole number of pages, at most `config.max_positions`, and 0 where not one page fits.
+    `use.context` does not matter.
+    """
+    need = memory(config, use)
+    room = bytes_free - (need.total - need.pages - need.rings)
+    pages = range(1, -(-config.max_positions // use.page_size) + 1)
+    fit = bisect.bisect_right(
+        pages,
+        room,
+        key=lambda n: sum(
+            _cache_bytes(config, dataclasses.replace(use, context=n * use.page_size))
+        ),
+    )
+    return min(config.max_positions, fit * use.page_size)
+
+
+def per_layer_on_host(config: ModelConfig, use: Use, device_bytes: int) -> bool:
+    """Whether Gemma 4's per-layer embeddings are better kept off a device with so much memory.
+
+    They are where the weights would fill more than half of it. A step reads one row a token.
+    """
+    weights = weight_bytes(config, itemsize=use.itemsize, int8=use.int8)
+    return config.per_layer_inputs is not None and weights > device_bytes / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Whether a model runs on one device.
+
+    Attributes:
+      chip: name of the device, as in `kernels.chips`.
+      memory: its memory in bytes, of which `USABLE_SHARE` counts.
+      dtype: what the model would run in there.
+      context: tokens that each sequence can have, 0 where it does not fit.
+      note: why it does not fit or needs another dtype; empty otherwise.
+    """
+
+    chip: str
+    memory: int
+    dtype: str
+    context: int
+    note: str
+
+
+def fits(config: ModelConfig, use: Use) -> list[Fit]:
+    """The longest context on every chip, the model on one device alone."""
+    return [_fit(config, use, chip) for chip in chips.CHIPS]
+
+
+USABLE_SHARE = 0.9
+"""Of a device's memory; the rest is for the runtime, compiled programs and fragmentation."""
+
+
+def _fit(config: ModelConfig, use: Use, chip: chips.Chip) -> Fit:
+    notes: list[str] = []
+    capacity = chip.memory
+    platform = "tpu" if chip.family.startswith("tpu") else "gpu"
+    target = chips.describe(platform, chip.kinds[0])
+    if reason := dtypes.problem(use.dtype, config.family, target):
+        best = dtypes.automatic(config.family, target)
+        narrow = dtypes.problem("float16", config.family, target) if best == "float32" else None
+        notes += filter(None, (reason, narrow))
+        use = dataclasses.replace(use, dtype=best)
+    if per_layer_on_host(config, use, capacity):
+        use = dataclasses.replace(use, per_layer_on_host=True)
+        notes.append("per-layer embeddings stay on the host")
+    usable = int(capacity * USABLE_SHARE)
+    context = longest_context(config, use, usable)
+    if not context:
+        need = memory(config, dataclasses.replace(use, context=1))
+        what = "weights" if need.weights > usable else "weights, states and one page"
+        size = need.weights if need.weights > usable else need.total
+        notes.insert(0, f"{what} need {size / 2**30:.1f} GiB of {usable / 2**30:.1f} usable")
+    return Fit(chip.name, capacity, use.dtype, context, "; ".join(notes))
+
+
+def _attentions(config: ModelConfig, kind: Kind) -> list[Attention]:
+    """The attention of every layer of a kind, with a donor or not."""
+    return [
+        mixer
+        for layer in config.layers
+        if isinstance(mixer := layer.mixer, Attention) and mixer.kind == kind
+    ]
+
+
+def _shares(config: ModelConfig, batch: int) -> Iterator[tuple[Tensor, float]]:
+    """Every parameter and the share of it that a decode step reads."""
+    for tensor in tensors(config):
+        if tensor.read == "routed":
+            experts = config.layers[int(tensor.path.split(".")[1])].experts
+            assert experts is not None
+            chosen = distinct_experts(experts.count, experts.top_k, batch)
+            yield tensor, chosen / experts.count
+        else:
+            yield tensor, float(tensor.read == "step")
+
+
+def _bytes(tensor: Tensor, itemsize: int, int8: bool) -> int:
+    return tensor.size + 4 * tensor.scales if int8 and tensor.scales else tensor.size * itemsize
+
+
+def _linear(name: str, inputs: int, outputs: int) -> Tensor:
+    return Tensor(f"{name}.kernel", (inputs, outputs), outputs)
+
+
+def _norm(name: str, width: int) -> Tensor:
+    return Tensor(f"{name}.scale", (width,))
+
+
+def _layer(config: ModelConfig, layer: Layer) -> Iterator[Tensor]:
+    """The parameters of a layer, with paths inside it."""
+    width, gemma = config.hidden_size, config.family in ("gemma3", "gemma4")
+    norms = ["input_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm"]
+    for name in norms if gemma else ["input_norm", "post_norm"]:
+        yield _norm(name, width)
+    if isinstance(layer.mixer, GatedDelta):
+        yield from _delta(width, layer.mixer)
+    else:
+        yield from _attention(width, layer.mixer, qk_norm=config.family != "llama")
+    if layer.mlp:
+        yield from _mlp("mlp", width, layer.mlp)
+    if layer.experts:
+        yield from _experts(config, layer)
+    if config.family == "gemma4":
+        yield Tensor("scalar", (1,))
+    if inputs := config.per_layer_inputs:
+        yield _linear("per_layer_gate", width, inputs.size)
+        yield _linear("per_layer_out", inputs.size, width)
+        yield _norm("per_layer_norm", width)
+
+
+def _attention(width: int, mixer: Attention, *, qk_norm: bool) -> Iterator[Tensor]:
+    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+    yield _linear("attention.q", width, queries * (2 if mixer.output_gate else 1))
+    yield _linear("attention.o", queries, width)
+    if qk_norm:
+        yield _norm("attention.q_norm", mixer.head_dim)
+    if mixer.donor is not None:
+        return
+    yield _linear("attention.k", width, keys)
+    if not mixer.k_eq_v:
+        yield _linear("attention.v", width, keys)
+    if qk_norm:
+        yield _norm("attention.k_norm", mixer.head_dim)
+
+
+def _delta(width: int, mixer: GatedDelta) -> Iterator[Tensor]:
+    values = mixer.value_heads * mixer.value_dim
+    yield _linear("delta.qkv", width, mixer.channels)
+    yield _linear("delta.z", width, values)
+    yield _linear("delta.out", values, width)
+    for name in ("delta.b", "delta.a"):
+        yield Tensor(f"{name}.kernel", (width, mixer.value_heads))
+    yield Tensor("delta.conv", (mixer.channels, 1, mixer.conv_width))
+    yield Tensor("delta.a_log", (mixer.value_heads,))
+    yield Tensor("delta.dt_bias", (mixer.value_heads,))
+    yield _norm("delta.norm", mixer.value_dim)
+
+
+def _mlp(name: str, width: int, hidden: int) -> Iterator[Tensor]:
+    yield _linear(f"{name}.gate", width, hidden)
+    yield _linear(f"{name}.up", width, hidden)
+    yield _linear(f"{name}.down", hidden, width)
+
+
+def _experts(config: ModelConfig, layer: Layer) -> Iterator[Tensor]:
+    width, experts = config.hidden_size, layer.experts
+    assert experts is not None
+    count, hidden = experts.count, experts.hidden
+    yield Tensor("moe.router.kernel", (width, count))
+    yield Tensor("moe.gate", (count, width, hidden), count * hidden, "routed")
+    yield Tensor("moe.up", (count, width, hidden), count * hidden, "routed")
+    yield Tensor("moe.down", (count, hidden, width), count * width, "routed")
+    if experts.shared:
+        yield from _mlp("moe.shared", width, experts.shared)
+        yield Tensor("moe.shared_gate.kernel", (width, 1))
+    if config.family == "gemma4":
+        yield Tensor("moe.router_scale", (width,))
+        yield Tensor("moe.expert_scale", (count,))
+        for name in ("post_dense_norm", "pre_moe_norm", "post_moe_norm"):
+            yield _norm(name, width)
+
+
+def _pool_numbers(mixer: Attention) -> int:
+    """Numbers that the pool keeps of a token: small heads share padded rows with their values."""
+    return mixer.num_kv_heads * max(2 * mixer.head_dim, _PACKED_LANES)
+
+
+def _cache_bytes(config: ModelConfig, use: Use) -> tuple[int, int]:
+    """Bytes of the pages of full layers, and of the rings of sliding ones.
+
+    A ring holds a prefill step and the window before it, wherever in a page they start; it is
+    never longer than the context.
+    """
+    pages, rings, context = 0, 0, -(-use.context // use.page_size)
+    for layer in config.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, GatedDelta) or mixer.donor is not None:
+            continue
+        if mixer.window is None:
+            pages += context * _pool_numbers(mixer)
+        else:
+            blocks = (mixer.window + use.prefill_chunk - 2) // use.page_size + 2
+            rings += min(blocks, context) * _pool_numbers(mixer)
+    page = use.batch * use.page_size * use.itemsize
+    return pages * page, rings * page
+
+
+def _workspace(config: ModelConfig, use: Use) -> int:
+    """Bytes of the activations alive at once in the widest layer, and of the logits."""
+    width = 0
+    for layer in config.layers:
+        mixer, experts = layer.mixer, layer.experts
+        if isinstance(mixer, GatedDelta):
+            mixing = 6 * mixer.channels  # float32 inside, besides the inputs
+        else:
+            mixing = (4 if mixer.output_gate else 3) * mixer.num_heads * mixer.head_dim
+        feeding = 3 * layer.mlp
+        if experts:
+            feeding += 3 * (experts.top_k * (experts.hidden + config.hidden_size) + experts.shared)
+        width = max(width, mixing, feeding)
+    tokens = max(use.prefill_chunk, use.batch)
+    if config.per_layer_inputs:
+        width += 3 * len(config.layers) * config.per_layer_inputs.size
+    logits = 2 * 4 * use.batch * config.vocab_size
+    return tokens * (width + 4 * config.hidden_size) * use.itemsize + logits

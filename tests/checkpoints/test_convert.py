@@ -1,0 +1,241 @@
+"""Orbax: what is written, what loads, and what is refused."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore
+from etils import epath
+from support import references
+
+from da_jax.checkpoints import convert, hf, orbax, paths, sources, streaming
+from da_jax.checkpoints.errors import CheckpointError
+
+METADATA = {
+    "tokenizer.json": "{}", "tokenizer_config.json": "{}", "tokenizer.model": "x",
+    "added_tokens.json": "{}", "special_tokens_map.json": "{}", "generation_config.json": "{}",
+    "chat_template.jinja": "{{ x }}", "da_style.json": "{}", "merges.txt": "a b", "LICENSE": "L",
+    "additional_chat_templates/tools.jinja": "{{ y }}",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return references.write_folder("qwen3_untied", tmp_path / "model")
+
+
+def parameters(model):
+    return {path: np.asarray(leaf[...]) for path, leaf in hf.flat_parameters(model).items()}
+
+
+def load(folder, dtype=jnp.float32, **options):
+    return parameters(convert.load(folder, dtype=dtype, **options))
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for path in left:
+        assert left[path].dtype == right[path].dtype, path
+        np.testing.assert_array_equal(left[path], right[path], err_msg=path)
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("case", references.MODELS)
+def test_a_converted_checkpoint_is_the_same_model(case, tmp_path):
+    folder = references.write_folder(case, tmp_path / "hf")
+    convert.convert(folder, tmp_path / "orbax", dtype=jnp.bfloat16)
+    assert_equal(load(tmp_path / "orbax", jnp.bfloat16), load(folder, jnp.bfloat16))
+
+
+def test_the_folder_alone_is_enough_and_names_no_path(folder, tmp_path):
+    for name, text in METADATA.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": "model.safetensors"}})
+    )
+    (folder / "pytorch_model.bin").write_text("x")
+    target = tmp_path / "made" / "orbax"
+    convert.convert(folder, target, dtype=jnp.float32)
+    found = files(target)
+    assert {name for name in found if not name.startswith("params")} == {
+        *METADATA, "config.json", "da_jax.json",
+    }  # fmt: skip
+    assert all((target / name).read_text() == text for name, text in METADATA.items())
+    assert not any(str(tmp_path).encode() in path.read_bytes() for path in found.values())
+    before = load(target)
+    shutil.move(target, tmp_path / "moved")
+    shutil.rmtree(folder)
+    assert_equal(load(tmp_path / "moved"), before)
+    convert.verify(tmp_path / "moved")
+
+
+def test_an_existing_checkpoint_is_refused_before_any_work(folder, tmp_path):
+    convert.convert(folder, tmp_path / "orbax", dtype=jnp.float32)
+    before = {name: path.stat().st_mtime_ns for name, path in files(tmp_path / "orbax").items()}
+    shutil.rmtree(folder)
+    with pytest.raises(FileExistsError, match="already holds"):
+        convert.convert(folder, tmp_path / "orbax", dtype=jnp.float32)
+    after = {name: path.stat().st_mtime_ns for name, path in files(tmp_path / "orbax").items()}
+    assert before == after
+
+
+def test_progress_counts_the_bytes_of_each_stage(folder, tmp_path):
+    seen = {}
+    size = convert.convert(
+        folder,
+        tmp_path / "orbax",
+        dtype=jnp.float32,
+        progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total)),
+    )
+    expected = sum(v.nbytes for v in references.tensors(references.CASES["qwen3_untied"]).values())
+    assert size == expected and list(seen) == ["converting", "verifying"]
+    for steps in seen.values():
+        assert steps == sorted(steps) and steps[0] == (0, size) and steps[-1] == (size, size)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "gemma4_e2b", "qwen3_5"])
+def test_int8_is_the_same_from_conversion_and_at_load_and_needs_no_flag(case, tmp_path):
+    folder = references.write_folder(case, tmp_path / "hf")
+    convert.convert(folder, tmp_path / "int8", dtype=jnp.bfloat16, quantize="int8")
+    at_load = load(folder, jnp.bfloat16, quantized=True)
+    assert_equal(load(tmp_path / "int8", jnp.bfloat16), at_load)
+    assert_equal(load(tmp_path / "int8", jnp.bfloat16, quantized=True), at_load)
+    assert any(value.dtype == np.int8 for value in at_load.values())
+    convert.verify(tmp_path / "int8")
+
+
+def test_an_orbax_checkpoint_becomes_int8_at_load_and_by_conversion(folder, tmp_path):
+    at_load = load(folder, jnp.bfloat16, quantized=True)
+    convert.convert(folder, tmp_path / "exact", dtype=jnp.float32)
+    assert_equal(load(tmp_path / "exact", jnp.bfloat16, quantized=True), at_load)
+    convert.convert(tmp_path / "exact", tmp_path / "again", dtype=jnp.bfloat16, quantize="int8")
+    assert_equal(load(tmp_path / "again", jnp.bfloat16), at_load)
+    with pytest.raises(CheckpointError, match="int8 already"):
+        convert.convert(tmp_path / "again", tmp_path / "no", dtype=jnp.float32)
+    with pytest.raises(ValueError, match="'int4'"):
+        convert.convert(folder, tmp_path / "no", dtype=jnp.float32, quantize="int4")
+    assert not (tmp_path / "no").exists()
+
+
+def test_arrays_of_many_blocks_and_chunks_survive(tmp_path, monkeypatch):
+    folder = references.write_folder("qwen3_5_yarn", tmp_path / "hf")
+    expected = load(folder)
+    monkeypatch.setattr(sources, "BLOCK", 5000)
+    monkeypatch.setattr(streaming, "CHUNK", 1250)
+    monkeypatch.setattr(streaming, "_TOGETHER_BYTES", 10_000)
+    monkeypatch.setattr(streaming, "_DATABASE_BYTES", 50_000)
+    convert.convert(folder, tmp_path / "orbax", dtype=jnp.float32)
+    assert len(list((tmp_path / "orbax/params/state").glob("ocdbt.process_*"))) > 5
+    monkeypatch.undo()
+    assert_equal(load(tmp_path / "orbax"), expected)
+    convert.verify(tmp_path / "orbax")
+
+
+def test_chunks_are_small_and_split_the_longer_side():
+    for shape in (
+        (262144, 5376), (5376, 21504), (256, 2048, 512), (128, 2816, 704), (262144, 10752),
+        (5120, 248320), (10240, 1, 4), (5,),
+    ):  # fmt: skip
+        chunk = streaming.chunk_shape(shape)
+        assert np.prod(chunk) <= streaming.CHUNK
+        assert np.prod(chunk) > streaming.CHUNK / 4 or tuple(chunk) == shape
+        assert len(shape) == 3 or max(chunk) <= 2.1 * min(chunk) or tuple(chunk) == shape
+
+
+def test_an_orbax_checkpoint_of_another_shape_lists_the_faults(folder, tmp_path):
+    convert.convert(folder, tmp_path / "orbax", dtype=jnp.float32)
+    config = references.CASES["qwen3_untied"] | {"num_hidden_layers": 4, "intermediate_size": 64}
+    (tmp_path / "orbax" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as error:
+        convert.load(tmp_path / "orbax", dtype=jnp.float32)
+    assert "missing: layers.3.mlp.up.kernel" in str(error.value)
+    assert "shape: layers.0.mlp.up.kernel is (64, 128), expected (64, 64)" in str(error.value)
+
+
+def test_the_record_must_agree_with_what_is_stored(folder, tmp_path):
+    convert.convert(folder, tmp_path / "orbax", dtype=jnp.float32)
+    path = tmp_path / "orbax" / "da_jax.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"quantize": "int8"}))
+    with pytest.raises(CheckpointError, match="missing: embedding_scale"):
+        convert.load(tmp_path / "orbax", dtype=jnp.float32)
+    path.write_text(json.dumps(record | {"format": 2}))
+    with pytest.raises(CheckpointError, match="update da-jax"):
+        convert.load(tmp_path / "orbax", dtype=jnp.float32)
+
+
+def test_damage_is_found_and_named(folder, tmp_path):
+    target = tmp_path / "orbax"
+    convert.convert(folder, target, dtype=jnp.float32)
+    checksums = convert.verify(target)
+    assert checksums.keys() == load(folder).keys()
+    largest = max((target / "params").rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    largest.write_bytes(data)
+    with pytest.raises(CheckpointError, match="1 parameters differ from their checksums"):
+        convert.verify(target)
+    path = target / "da_jax.json"
+    record = json.loads(path.read_text())
+    record["checksums"]["norm.scale"] = "0" * 64
+    path.write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match=r"norm\.scale: .*, expected 0000"):
+        convert.verify(target)
+    largest.unlink()
+    with pytest.raises(CheckpointError, match=r"damaged|cannot be read"):
+        convert.verify(target)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        convert.load(target, dtype=jnp.float32)
+
+
+def test_what_was_not_verified_cannot_be_checked_later(folder, tmp_path):
+    convert.convert(folder, tmp_path / "orbax", dtype=jnp.float32, verify=False)
+    assert_equal(load(tmp_path / "orbax"), load(folder))
+    with pytest.raises(CheckpointError, match="has no checksums"):
+        convert.verify(tmp_path / "orbax")
+    with pytest.raises(CheckpointError, match="has no checksums"):
+        convert.verify(folder)
+
+
+def test_what_storage_garbles_while_it_writes_is_caught(folder, tmp_path, monkeypatch):
+    read = streaming.Stored.read
+    monkeypatch.setattr(streaming.Stored, "read", lambda self, index: read(self, index) * 2)
+    with pytest.raises(CheckpointError, match=r"differs from the source in .*embedding"):
+        convert.convert(folder, tmp_path / "orbax", dtype=jnp.float32)
+    assert not orbax.is_orbax(tmp_path / "orbax")
+
+
+def test_a_full_disk_is_one_error_that_names_the_destination(folder, tmp_path, monkeypatch):
+    async def full(self, directory, name, context):
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing file: No space left on device")
+
+    monkeypatch.setattr(streaming._Leaf, "write", full)
+    with pytest.raises(OSError, match=r"cannot write .*orbax: .*No space left(.|\n)*free space"):
+        convert.convert(folder, tmp_path / "orbax", dtype=jnp.float32)
+    assert not (tmp_path / "orbax").exists()
+    monkeypatch.undo()
+    convert.convert(folder, tmp_path / "orbax", dtype=jnp.float32)
+    assert_equal(load(tmp_path / "orbax"), load(folder))
+
+
+def test_remote_destinations_are_described_as_such():
+    remote = paths.absolute("gs://bucket/models/x")
+    assert str(remote) == "gs://bucket/models/x" and paths.is_remote(remote)
+    spec = streaming._database(remote / "params", "embedding")
+    assert tensorstore.KvStore.Spec(spec).base.url == "gs://bucket/models/x/params/"
+    assert not paths.is_remote(paths.absolute("x")) and paths.absolute("x").is_absolute()
+
+
+def test_metadata_of_a_remote_checkpoint_is_copied_here(folder, monkeypatch):
+    assert paths.local_metadata(folder) == folder
+    monkeypatch.setattr(paths, "is_remote", lambda path: True)
+    monkeypatch.setattr(paths, "absolute", epath.Path)
+    copy = paths.local_metadata(folder)
+    assert copy != folder and files(copy).keys() == {"config.json"}
+    shutil.rmtree(copy)

@@ -1,0 +1,60 @@
+"""`da-jax convert`: what it writes, says and refuses."""
+
+import json
+import sys
+
+import pytest
+
+from da_jax.cli import main as cli
+
+
+@pytest.fixture
+def convert(monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["da-jax", "convert", *map(str, arguments)])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+            sys.exit(0)
+        return done.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+def test_int8_is_written_verified_and_checked_again(convert, tiny_folder, tmp_path):
+    code, out, err = convert(tiny_folder, tmp_path / "out", "--quantize", "int8")
+    assert code == 0 and "wrote" in out and "as int8, verified" in out
+    assert "converting" in err and "verifying" in err and "100%" not in out
+    record = json.loads((tmp_path / "out" / "da_jax.json").read_text())
+    assert record["quantize"] == "int8" and record["dtype"] == "bfloat16" and record["complete"]
+    code, out, _ = convert("--verify-only", tmp_path / "out")
+    assert code == 0 and f"{len(record['checksums'])} parameters are as they were written" in out
+    record["checksums"]["norm.scale"] = "0"
+    (tmp_path / "out" / "da_jax.json").write_text(json.dumps(record))
+    code, out, err = convert("--verify-only", tmp_path / "out")
+    assert code == 1 and "norm.scale" in err and "Traceback" not in err
+
+
+def test_an_unfinished_conversion_is_started_over_and_says_so(convert, tiny_folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    record = {"format": 1, "complete": False, "dtype": "float32"}
+    (tmp_path / "out" / "da_jax.json").write_text(json.dumps(record))
+    code, out, err = convert(tiny_folder, tmp_path / "out", "--no-verify")
+    assert code == 0 and "not verified" in out and "starting over" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tiny"], "name the folder to write"),
+        (["tiny", "out", "--dtype", "int8"], "--dtype is 'int8'"),
+        (["tiny", "out", "--quantize", "int4"], "--quantize is 'int4'"),
+        (["tiny", "out", "--verify-only"], "takes one folder"),
+        (["tiny", "out", "--revision", "v1"], "revision 'v1' is for hub ids"),
+        (["--verify-only", "no-such-folder"], "has no checksums"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(convert, arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = convert(*arguments)
+    assert code == 1 and out == "" and words in err and "Traceback" not in err
+    assert not list(tmp_path.iterdir())
