@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Literal
@@ -12,7 +13,7 @@ from typing import Literal
 import jax.numpy as jnp
 from etils import epath
 
-from da_jax.checkpoints import hf, orbax, paths, streaming
+from da_jax.checkpoints import hf, orbax, paths, record, streaming
 from da_jax.checkpoints.errors import CheckpointError
 from da_jax.checkpoints.hub import TINY, resolve
 from da_jax.checkpoints.parameters import Shardings, flat_parameters, one_device, wanted
@@ -21,7 +22,7 @@ from da_jax.models import hf_config, registry
 from da_jax.models.config import ModelConfig
 from da_jax.models.decoder import Decoder
 
-__all__ = ["TINY", "convert", "load", "resolve", "verify"]
+__all__ = ["TINY", "convert", "is_int8", "load", "resolve", "verify"]
 Folder = str | os.PathLike[str]
 Progress = Callable[[str, int, int], None]  # (stage, bytes done, bytes in all)
 
@@ -57,6 +58,15 @@ def load(
     )  # fmt: skip
 
 
+def is_int8(folder: Folder) -> bool:
+    """Whether a folder holds int8 weights: an Orbax checkpoint may, a Hugging Face folder does not.
+
+    Raises:
+      CheckpointError: when the conversion that wrote the folder did not finish.
+    """
+    return record.completed(paths.absolute(folder)).quantize is not None
+
+
 def convert(
     source: Folder,
     destination: Folder,
@@ -77,7 +87,8 @@ def convert(
       dtype: dtype on disk. A few small parameters of some models are float32 all the same.
       quantize: `int8` stores matrices as int8 with float32 scales.
       progress: called with (stage, bytes done, bytes in all) from another thread; the stages are
-        `starting over`, after an interruption, `converting` and `verifying`.
+        `checking the source`, of an Orbax folder that has checksums, `starting over`, after an
+        interruption, `converting` and `verifying`.
       verify: whether to read everything back, compare it with the source, and note checksums.
 
     Returns:
@@ -85,16 +96,17 @@ def convert(
 
     Raises:
       FileExistsError: when there is a checkpoint in `destination` already, before any work.
-      ConfigError, CheckpointError: what is wrong with `source`.
+      NotADirectoryError: when `destination` is a file.
+      ValueError: when it is the source.
+      ConfigError, CheckpointError: what is wrong with `source`, such as a number that `dtype`
+        cannot hold.
       OSError: when the destination cannot be written, such as a full disk.
     """
     origin, target = paths.absolute(source), paths.absolute(destination)
     if quantize not in (None, "int8"):
         raise ValueError(f"quantize is {quantize!r}; it must be 'int8' or None")
-    found = orbax.state(target)
-    if found == "complete":
-        raise FileExistsError(f"{target} already holds an Orbax checkpoint; remove it first")
-    orbax.completed(origin)
+    found = _state(origin, target)
+    _check_source(origin, progress)
     config = hf_config.read(origin)
     model = registry.abstract(config, dtype=dtype, quantized=quantize is not None)
     with _sources(origin, config) as stored:
@@ -103,14 +115,17 @@ def convert(
         if found == "incomplete":
             progress("starting over", 0, total)
         orbax.discard(target)
-        target.mkdir(parents=True, exist_ok=True)
-        record = orbax.Record(False, jnp.dtype(dtype).name, quantize)
-        record.write(target)
+        written = record.Record(False, jnp.dtype(dtype).name, quantize)
         with _explained(target, total):
+            target.mkdir(parents=True, exist_ok=True)
+            written.write(target)
             orbax.write_params(target, sources, _counter(progress, "converting", total))
-            paths.copy_metadata(origin, target)
-        checksums = _compared(target, sources, _counter(progress, "verifying", total), verify)
-        dataclasses.replace(record, complete=True, checksums=checksums).write(target)
+            metadata = paths.copy_metadata(origin, target)
+            if verify:
+                count = _counter(progress, "verifying", total)
+                checksums = _compared(target, sources, count)
+                written = dataclasses.replace(written, checksums=checksums, metadata=metadata)
+            dataclasses.replace(written, complete=True).write(target)
     return total
 
 
@@ -124,34 +139,85 @@ def verify(
       progress: called with (`verifying`, bytes done, bytes in all).
 
     Returns:
-      The checksums, {path: sha256}.
+      The checksums of the parameters, {path: sha256}.
 
     Raises:
-      CheckpointError: listing every parameter that differs or cannot be read, or when the folder
-        has no checksums.
+      FileNotFoundError: when there is no such folder.
+      CheckpointError: listing every parameter and file that differs or cannot be read, or when
+        the folder has no checksums.
     """
     where = paths.absolute(folder)
-    record = orbax.Record.read(where)
-    if record is None or not record.complete or record.checksums is None:
-        what = "is incomplete" if record and not record.complete else "has no checksums"
-        raise CheckpointError(f"{where} {what}; convert it again, with verification")
-    opened = {name: orbax.stored(where, name) for name in record.checksums}
-    total = sum(map(streaming.nbytes, opened.values()))
-    count = _counter(progress, "verifying", total)
-    faults = []
-    for name, expected in record.checksums.items():
+    if not where.exists():
+        raise FileNotFoundError(f"{where} does not exist")
+    if not record.is_orbax(where):
+        raise CheckpointError(f"{where} is no Orbax checkpoint; convert it first")
+    checksums = record.completed(where).checksums
+    if checksums is None:
+        raise CheckpointError(f"{where} has no checksums; convert it again, with verification")
+    faults = _changed_files(where) + _changed_parameters(where, checksums, progress, "verifying")
+    _raise(where, faults)
+    return checksums
+
+
+def _state(origin: epath.Path, target: epath.Path) -> record.State:
+    """What is in the destination; refuses one that cannot be written to."""
+    if paths.same(origin, target):
+        raise ValueError(f"{target} is the source; name another folder to write")
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(f"{target} is a file; name a folder to write")
+    found = record.state(target)
+    if found == "complete":
+        raise FileExistsError(f"{target} already holds an Orbax checkpoint; remove it first")
+    return found
+
+
+def _check_source(origin: epath.Path, progress: Progress) -> None:
+    """Refuses an Orbax folder that is incomplete, or whose parameters are not as written."""
+    checksums = record.completed(origin).checksums
+    if checksums is not None:
+        _raise(origin, _changed_parameters(origin, checksums, progress, "checking the source"))
+
+
+def _changed_parameters(
+    folder: epath.Path, checksums: Mapping[str, str], progress: Progress, stage: str
+) -> list[str]:
+    opened, faults = {}, []
+    for name in checksums:
         try:
-            found, _ = streaming.checksum(opened[name], None, count)
+            opened[name] = orbax.stored(folder, name)
+        except CheckpointError as error:
+            faults.append(str(error))
+    count = _counter(progress, stage, sum(map(streaming.nbytes, opened.values())))
+    for name, array in opened.items():
+        try:
+            found, _ = streaming.checksum(array, None, count)
         except ValueError as error:
             found = f"unreadable: {error}"
-        if found != expected:
-            faults.append(f"{name}: {found}, expected {expected}")
+        if found != checksums[name]:
+            faults.append(f"{name}: {found}, expected {checksums[name]}")
+    return faults
+
+
+def _changed_files(folder: epath.Path) -> list[str]:
+    """What is wrong with the files beside the weights."""
+    expected = dict(record.completed(folder).metadata or {})
+    expected.setdefault("config.json", "")
+    faults = []
+    for name, digest in expected.items():
+        path = folder / name
+        if not path.exists():
+            faults.append(f"{name} is missing")
+        elif digest and hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            faults.append(f"{name} was changed")
+    return faults
+
+
+def _raise(folder: epath.Path, faults: list[str]) -> None:
     if faults:
         raise CheckpointError(
-            f"{where} is damaged; {len(faults)} parameters differ from their checksums:\n  "
-            + "\n  ".join(faults)
+            f"{folder} is damaged; {len(faults)} parameters or files are not as they were "
+            "written:\n  " + "\n  ".join(faults)
         )
-    return record.checksums
 
 
 @contextlib.contextmanager
@@ -161,21 +227,15 @@ def _sources(folder: epath.Path, config: ModelConfig) -> Iterator[Mapping[str, S
 
 
 def _compared(
-    target: epath.Path,
-    sources: Mapping[str, Source],
-    count: streaming.Progress,
-    verify: bool,
-) -> Mapping[str, str] | None:
-    """The checksums of what was written, None unless asked."""
-    if not verify:
-        return None
+    target: epath.Path, sources: Mapping[str, Source], count: streaming.Progress
+) -> Mapping[str, str]:
+    """The checksums of what was written."""
     checksums, faults = {}, []
     for name, source in sources.items():
         checksums[name], same = streaming.checksum(orbax.stored(target, name), source, count)
         if not same:
             faults.append(name)
     if faults:
-        orbax.discard(target)
         raise CheckpointError(
             f"{target}: what was written differs from the source in {faults}; storage is at fault"
         )
@@ -200,9 +260,15 @@ def _explained(target: epath.Path, total: int) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        orbax.discard(target)
+        rest = ""
+        try:
+            orbax.discard(target)
+        except OSError as left:  # it does not load, and the next conversion removes it
+            rest = f"\nWhat was written could not be removed: {left}"
         if isinstance(error, CheckpointError):
             raise
         full = "RESOURCE_EXHAUSTED" in str(error) or getattr(error, "errno", 0) == errno.ENOSPC
         advice = f"It takes up to {total / 1e9:.2f} GB; free space" if full else "Check it"
-        raise OSError(f"cannot write {target}: {error}\n{advice}, and run it again") from error
+        raise OSError(
+            f"cannot write {target}: {error}\n{advice}, and run it again{rest}"
+        ) from error

@@ -28,12 +28,13 @@ from da_jax.checkpoints.parameters import (
     one_device,
     wanted,
 )
-from da_jax.checkpoints.sources import Source, Stack, Tensor, to_jax
+from da_jax.checkpoints.sources import Reported, Source, Stack, Tensor, blocks, to_jax
 from da_jax.models import hf_config, registry
 from da_jax.models.config import ModelConfig
 from da_jax.models.decoder import Decoder
 
 __all__ = ["CheckpointError", "assign", "flat_parameters", "load", "save", "sources"]
+_HEAD = "lm_head.weight"
 _DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
 
@@ -46,8 +47,10 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = hf_config.read_json(index).get("weight_map")
-        if not isinstance(names, dict):
+        if not isinstance(names, dict) or not names:
             raise CheckpointError(f"{index} has no weight_map; download it again")
+        if strange := [name for name in names.values() if not isinstance(name, str)]:
+            raise CheckpointError(f"{index} names {strange} as files; download it again")
         files = [folder / name for name in sorted(set(names.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
@@ -95,10 +98,11 @@ def load(
 
 @contextlib.contextmanager
 def sources(folder: Path, config: ModelConfig) -> Iterator[dict[str, Source]]:
-    """The parameters of a folder by path, in the dtype of the file; nothing is read yet.
+    """The parameters of a folder by path, in the dtype of the file; they are not read yet.
 
     Raises:
-      CheckpointError: listing every unmapped, missing, misshapen or non-float tensor.
+      CheckpointError: listing every unmapped, missing, misshapen or non-float tensor, or for a
+        head that is not the embedding though the configuration says so.
     """
     parameters = flat_parameters(registry.abstract(config, dtype=jnp.dtype(jnp.float32)))
     shapes = {path: leaf.get_value().shape for path, leaf in parameters.items()}
@@ -113,7 +117,13 @@ def sources(folder: Path, config: ModelConfig) -> Iterator[dict[str, Source]]:
                 f"{folder} does not fit {config.family}; {len(faults)} faults:\n  "
                 + "\n  ".join(faults)
             )
-        yield {path: files.source(recipes[path], shape) for path, shape in shapes.items()}
+        found: dict[str, Source] = {
+            path: Reported(files.source(recipes[path], shape), path, folder)
+            for path, shape in shapes.items()
+        }
+        if config.tie_embeddings and _HEAD in files.names:
+            _check_head(folder, files.view(_HEAD), found["embedding"])
+        yield found
 
 
 def save(model: Decoder, config_json: dict, folder: Path) -> None:
@@ -139,6 +149,25 @@ def save(model: Decoder, config_json: dict, folder: Path) -> None:
             )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_json, indent=1) + "\n", encoding="utf-8")
+
+
+def _check_head(folder: Path, head: Any, embedding: Source) -> None:
+    """A tied head may stand in the file as well, but only as a copy of the embedding."""
+    same = head.get_dtype() in _DTYPES and tuple(head.get_shape()) == embedding.shape
+    same = same and all(
+        np.array_equal(
+            head[block].astype(np.float32),
+            embedding.read(block).astype(np.float32),
+            equal_nan=True,
+        )
+        for block in blocks(embedding)
+    )
+    if not same:
+        raise CheckpointError(
+            f"{folder}: {_HEAD} differs from the embedding, but tie_word_embeddings is true (its "
+            "default in some families). Set it to false in config.json to use the head, or remove "
+            "the tensor"
+        )
 
 
 class _Files:

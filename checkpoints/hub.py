@@ -97,4 +97,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 def _unavailable(name: str, reason: str) -> FileNotFoundError:
-    return FileNotFoundError(f"cannot get {name!r} from the Hugging Face hub: {reason}")
+    return FileNotFoundError(
+        f"there is no folder {name!r}, so it was taken for a hub id: cannot get {name!r} from the "
+        f"Hugging Face hub: {reason}"
+    )

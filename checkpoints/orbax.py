@@ -8,11 +8,9 @@ folder/params/       an Orbax checkpoint of the flat dictionary {dotted path: ar
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,81 +26,44 @@ from da_jax.checkpoints.parameters import (
     one_device,
     wanted,
 )
-from da_jax.checkpoints.sources import Source, to_jax
+from da_jax.checkpoints.record import PARAMS, RECORD, Record, completed, is_orbax, state
+from da_jax.checkpoints.sources import Reported, Source, to_jax
 from da_jax.models import hf_config, registry
 from da_jax.models.config import ModelConfig
 from da_jax.models.decoder import Decoder
 
-PARAMS, RECORD = "params", "da_jax.json"
-_FORMAT = 1
+__all__ = [
+    "PARAMS", "RECORD", "Record", "completed", "discard", "is_orbax", "load", "sources", "state",
+    "stored", "write_params",
+]  # fmt: skip
 _TEMPORARY = f"{PARAMS}.orbax-checkpoint-tmp*"  # Orbax renames it to `params` at the end
 
 
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """What `da_jax.json` says.
-
-    Attributes:
-      complete: False while a conversion is running, and after it was killed.
-      dtype: of parameters that are not int8.
-      quantize: `int8`, or None.
-      checksums: {path: sha256}, see `streaming.checksum`; None when nothing was read back.
-    """
-
-    complete: bool
-    dtype: str
-    quantize: str | None = None
-    checksums: Mapping[str, str] | None = None
-
-    def write(self, folder: epath.Path) -> None:
-        """Writes `folder/da_jax.json`."""
-        value = {"format": _FORMAT, **dataclasses.asdict(self)}
-        written = folder / f"{RECORD}.new"
-        written.write_text(json.dumps(value, indent=1) + "\n")
-        written.replace(folder / RECORD)
-
-    @classmethod
-    def read(cls, folder: epath.Path) -> Record | None:
-        """What a folder says; None for one that has no `da_jax.json`.
-
-        Raises:
-          CheckpointError: for a file that cannot be read.
-        """
-        if not (folder / RECORD).exists():
-            return None
-        value = hf_config.read_json(folder / RECORD)
-        if value.pop("format", None) != _FORMAT:
-            raise CheckpointError(
-                f"{folder / RECORD} is of another format than {_FORMAT}; update da-jax"
-            )
-        return cls(**value)
-
-
-State = Literal["none", "incomplete", "complete"]
-
-
-def state(folder: epath.Path) -> State:
-    """Whether a folder holds an Orbax checkpoint, or one whose conversion did not finish."""
-    record = Record.read(folder)
-    if record is None:
-        return "complete" if (folder / PARAMS).is_dir() else "none"
-    return "complete" if record.complete else "incomplete"
-
-
-def is_orbax(folder: epath.Path | Path) -> bool:
-    """Whether a folder holds an Orbax checkpoint, complete or not."""
-    return (folder / RECORD).exists() or (folder / PARAMS).is_dir()
-
-
 def discard(folder: epath.Path) -> None:
-    """Removes what an unfinished conversion left in a folder, and the folder if that was all."""
+    """Removes what an unfinished conversion left in a folder, and the folder if that was all.
+
+    Raises:
+      OSError: for what cannot be removed; then the record is still there, and says `incomplete`.
+    """
     for path in [folder / PARAMS, *folder.glob(_TEMPORARY)]:
-        if path.exists():
-            path.rmtree()
+        _remove(path)
     for name in (RECORD, f"{RECORD}.new"):
         (folder / name).unlink(missing_ok=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+def _remove(path: epath.Path) -> None:
+    for last in (False, True):
+        try:
+            if path.exists():
+                path.rmtree()
+            return
+        except FileNotFoundError:  # somebody else removes it too
+            continue
+        except OSError:
+            if last:
+                raise
 
 
 def write_params(
@@ -155,14 +116,15 @@ def load(
     _check(folder, metadata, config, int8)
     parameters = flat_parameters(model)
     if quantized and not int8:
-        opened = {name: stored(folder, name) for name in metadata}
-        found = wanted(opened, parameters, as_stored)
+        found = wanted(_sources(folder, metadata), parameters, as_stored)
         values: Mapping[str, jax.Array] = {
             path: to_jax(source, shardings(path, source.shape)) for path, source in found.items()
         }
     else:
         leaves = {
-            path: metadata[path] if path in as_stored else leaf.get_value()
+            path: jax.ShapeDtypeStruct(metadata[path].shape, metadata[path].dtype)
+            if path in as_stored
+            else leaf.get_value()
             for path, leaf in parameters.items()
         }
         values = _restore(folder / PARAMS, leaves, shardings)
@@ -183,31 +145,39 @@ def sources(folder: epath.Path, config: ModelConfig) -> Iterator[dict[str, Sourc
         )
     found = _metadata(folder)
     _check(folder, found, config, int8=False)
-    yield {name: stored(folder, name) for name in found}
+    yield _sources(folder, found)
 
 
-def completed(folder: epath.Path) -> Record:
-    """The record of a folder; one that says little for a folder without.
-
-    Raises:
-      CheckpointError: when the conversion that wrote the folder did not finish.
-    """
-    record = Record.read(folder)
-    if record is not None and not record.complete:
-        raise CheckpointError(
-            f"{folder} is incomplete: its conversion was interrupted. Run it again, it starts over"
-        )
-    return record or Record(complete=True, dtype="unknown")
+def _sources(folder: epath.Path, names: Iterable[str]) -> dict[str, Source]:
+    return {name: Reported(stored(folder, name), name, folder) for name in names}
 
 
 def _metadata(folder: epath.Path) -> Mapping[str, Any]:
     """{path: shape and dtype} of what is stored."""
+    advice = "is no readable Orbax checkpoint: "
     try:
-        return ocp.metadata(folder / PARAMS).metadata
-    except (ValueError, OSError) as error:
+        found = ocp.metadata(folder / PARAMS).metadata
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:  # Orbax's parser
+        raise CheckpointError(f"{folder / PARAMS} {advice}{error}; convert it again") from error
+    if not isinstance(found, Mapping):
         raise CheckpointError(
-            f"{folder / PARAMS} is no readable Orbax checkpoint: {error}"
-        ) from error
+            f"{folder / PARAMS} {advice}it lists {found!r} instead of arrays; convert it again"
+        )
+    strange = [
+        name for name, leaf in found.items() if not (hasattr(leaf, "shape") and _is_dtype(leaf))
+    ]
+    if strange:
+        raise CheckpointError(
+            f"{folder / PARAMS} {advice}{strange} are no arrays; convert it again"
+        )
+    return found
+
+
+def _is_dtype(leaf: Any) -> bool:
+    try:
+        return jnp.dtype(leaf.dtype) is not None
+    except (AttributeError, TypeError):
+        return False
 
 
 def _check(folder: epath.Path, stored: Mapping[str, Any], config: ModelConfig, int8: bool) -> None:
@@ -225,7 +195,8 @@ def _check(folder: epath.Path, stored: Mapping[str, Any], config: ModelConfig, i
         shape, dtype = tuple(stored[name].shape), stored[name].dtype
         if shape != leaf.shape:
             faults.append(f"shape: {name} is {shape}, expected {leaf.shape}")
-        if (dtype == jnp.int8) != (leaf.dtype == jnp.int8):
+        fits = dtype == jnp.int8 if leaf.dtype == jnp.int8 else jnp.issubdtype(dtype, jnp.floating)
+        if not fits:
             faults.append(f"dtype: {name} is {dtype}, expected {leaf.dtype}")
     if faults:
         raise CheckpointError(f"{folder / PARAMS}: {len(faults)} faults:\n  " + "\n  ".join(faults))

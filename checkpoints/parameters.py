@@ -45,14 +45,16 @@ def wanted(
       parameters: the model's, abstract. One that is int8 has its scales beside it, under its own
         path and `_scale`; both are computed from the stored one.
       as_stored: paths of parameters that keep the dtype of the file.
+
+    Reading raises a CheckpointError for a number that its dtype cannot hold.
     """
     leaves = {path: leaf.get_value() for path, leaf in parameters.items()}
     out: dict[str, Source] = {}
     for path in (path for path, leaf in leaves.items() if leaf.dtype == jnp.int8):
         # The embedding is looked up by row; all others are products over the axis before last.
-        scales = Scales(stored[path], axis=-1 if path == "embedding" else -2)
+        scales = Scales(stored[path], axis=-1 if path == "embedding" else -2, name=path)
         out[path], out[f"{path}_scale"] = Int8(scales), scales
-    for path in leaves.keys() - out.keys():
+    for path in (path for path in leaves if path not in out):  # in the order of the model
         kept = path in as_stored
-        out[path] = stored[path] if kept else Cast(stored[path], leaves[path].dtype)
+        out[path] = stored[path] if kept else Cast(stored[path], leaves[path].dtype, name=path)
     return out

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from etils import epath
+
+from da_jax.checkpoints.errors import CheckpointError
 
 METADATA = (
     "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "additional_chat_templates/*",
@@ -27,13 +30,38 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def copy_metadata(source: epath.Path, destination: epath.Path) -> None:
-    """Copies what belongs to a checkpoint but its weights: configuration, tokenizer, templates."""
-    if source == destination:
-        return
+def same(left: epath.Path, right: epath.Path) -> bool:
+    """Whether two absolute paths are the same folder; links are followed."""
+    if is_remote(left) or is_remote(right):
+        return os.fspath(left).rstrip("/") == os.fspath(right).rstrip("/")
+    return os.path.realpath(left) == os.path.realpath(right)
+
+
+def has_tokenizer(folder: epath.Path) -> bool:
+    """Whether a tokenizer stands beside the weights."""
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def copy_metadata(source: epath.Path, destination: epath.Path) -> dict[str, str]:
+    """Copies what belongs to a checkpoint but its weights: configuration, tokenizer, templates.
+
+    Returns:
+      {file name: sha256} of what was copied.
+
+    Raises:
+      CheckpointError: for a file that cannot be read.
+      OSError: for one that cannot be written.
+    """
+    digests = {}
     for name in _metadata(source):
+        try:
+            data = (source / name).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {source / name}: {error}") from error
         (destination / name).parent.mkdir(parents=True, exist_ok=True)
-        (destination / name).write_bytes((source / name).read_bytes())
+        (destination / name).write_bytes(data)
+        digests[name] = hashlib.sha256(data).hexdigest()
+    return digests
 
 
 def local_metadata(folder: str | os.PathLike[str]) -> Path:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
-import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16, which safetensors needs)
+import ml_dtypes  # also teaches NumPy bfloat16, which safetensors needs
 import numpy as np
+from safetensors import SafetensorError
+
+from da_jax.checkpoints.errors import CheckpointError
 
 Index = tuple[slice, ...]  # one slice for each axis, with start and stop, of step 1
 BLOCK = 2**24  # numbers that are read at once; two or three blocks are in memory
@@ -91,29 +95,76 @@ class Stack:
         return np.stack([part.read(index[1:]) for part in self._parts[index[0]]])
 
 
-class Cast:
-    """A source in another dtype."""
+class Reported:
+    """A source whose file is named when it cannot be read, in a CheckpointError.
 
-    def __init__(self, source: Source, dtype: np.dtype):
-        self._source = source
-        self.shape, self.order, self.dtype = source.shape, source.order, np.dtype(dtype)
+    Args:
+      source: the array.
+      name: its name.
+      folder: where it is stored.
+    """
+
+    def __init__(self, source: Source, name: str, folder: os.PathLike[str]):
+        self._source, self._what = source, f"{name} of {os.fspath(folder)}"
+        self.shape, self.order, self.dtype = source.shape, source.order, source.dtype
 
     def read(self, index: Index) -> np.ndarray:
-        return self._source.read(index).astype(self.dtype, copy=False)
+        try:
+            return self._source.read(index)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {self._what}: {error}") from error
+
+
+class Cast:
+    """A source in another dtype.
+
+    Reading raises a CheckpointError where a finite number is beyond the range of that dtype.
+
+    Args:
+      source: floating point numbers.
+      dtype: the other dtype, floating point too.
+      name: what the error calls the source.
+    """
+
+    def __init__(self, source: Source, dtype: np.dtype, name: str = "a tensor"):
+        self._source, self._name = source, name
+        self.shape, self.order, self.dtype = source.shape, source.order, np.dtype(dtype)
+        self._narrower = _largest(self.dtype) < _largest(source.dtype)
+
+    def read(self, index: Index) -> np.ndarray:
+        value = self._source.read(index)
+        with np.errstate(over="ignore"):  # it is checked below
+            cast = value.astype(self.dtype, copy=False)
+        if (
+            self._narrower
+            and not np.isfinite(cast).all()
+            and np.any(np.isfinite(value) & ~np.isfinite(cast))
+        ):
+            raise CheckpointError(
+                f"{self._name} has numbers beyond the range of {self.dtype} "
+                f"({_largest(self.dtype):g}); use bfloat16 or float32"
+            )
+        return cast
+
+
+def _largest(dtype: np.dtype) -> float:
+    return float(ml_dtypes.finfo(dtype).max)
 
 
 class Scales:
     """float32 scales of the int8 form of a source: the largest magnitude along an axis / 127.
 
-    They are small, and kept once they have been computed, a block at a time.
+    They are small, and kept once they have been computed, a block at a time. Reading raises a
+    CheckpointError for weights that are not finite.
 
     Args:
       source: the weights.
       axis: negative; the axis that a product sums over.
+      name: what an error calls the weights.
     """
 
-    def __init__(self, source: Source, axis: int):
-        self.source, self.axis = source, axis
+    def __init__(self, source: Source, axis: int, name: str = "a tensor"):
+        self.source, self.axis, self._name = source, axis, name
         shape = list(source.shape)
         del shape[axis]
         self.shape, self.dtype = tuple(shape), np.dtype(np.float32)
@@ -128,6 +179,11 @@ class Scales:
                 where = list(block)
                 del where[self.axis]
                 largest[tuple(where)] = np.maximum(largest[tuple(where)], part)
+            if not np.isfinite(largest).all():
+                raise CheckpointError(
+                    f"{self._name} has infinite or undefined numbers (NaN), which int8 cannot "
+                    "hold; use bfloat16 or float32, or get the checkpoint again"
+                )
             self._values = np.where(largest > 0, largest / np.float32(127), np.float32(1))
         return self._values[index]
 

@@ -32,6 +32,8 @@ STATE = "state"  # the name under which Orbax files a tree of arrays
 CHUNK = 2**21  # numbers; the unit of compression, and the least that is read
 _TOGETHER_BYTES = 16 * 2**20  # of small arrays that are written at the same time
 _DATABASE_BYTES = 2**30  # each commit rewrites the index of its database, so this must not grow
+_STOP_SECONDS = 60  # a block is written in less
+_STOPPED = "the conversion was stopped"
 _TIMEOUT = 30 * 24 * 3600  # seconds; Orbax gives up after 20 minutes by default
 
 
@@ -46,11 +48,11 @@ def write(path: epath.Path, arrays: Mapping[str, Source], progress: Progress) ->
     Raises:
       ValueError, OSError: what storage says, such as that the disk is full.
     """
-    stopped = threading.Event()
+    job = _Job(progress)
     sizes = [nbytes(source) for source in arrays.values()]
     before = itertools.accumulate(sizes, initial=0)
     leaves = {
-        name: _Leaf(source, start // _DATABASE_BYTES, progress, stopped)
+        name: _Leaf(source, start // _DATABASE_BYTES, job)
         for (name, source), start in zip(arrays.items(), before)
     }
     context = ocp.Context()
@@ -59,7 +61,7 @@ def write(path: epath.Path, arrays: Mapping[str, Source], progress: Progress) ->
         with context, _quiet():
             ocp.save_checkpointables(path, {STATE: _Tree(leaves)})
     except BaseException:
-        stopped.set()  # the thread that writes would go on after an interrupt
+        job.stop()  # the thread that writes would go on after an interrupt
         raise
 
 
@@ -127,14 +129,41 @@ def chunk_shape(shape: tuple[int, ...]) -> list[int]:
     return chunk
 
 
+class _Job:
+    """What the arrays of a checkpoint share while they are written, in another thread."""
+
+    def __init__(self, progress: Progress):
+        self.progress = progress
+        self.stopped = False
+        self._writers = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def writer(self) -> Iterator[None]:
+        """To be entered while something is written."""
+        with self._changed:
+            self._writers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writers -= 1
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Ends the writing, and waits until nothing is written any more."""
+        self.stopped = True
+        with self._changed:
+            self._changed.wait_for(lambda: self._writers == 0, timeout=_STOP_SECONDS)
+
+
 @dataclasses.dataclass
 class _Leaf:
     """An array that is still to be written."""
 
     source: Source
     database: int
-    progress: Progress
-    stopped: threading.Event
+    job: _Job
 
     async def write(self, directory: epath.Path, name: str, context: ts.Context) -> None:
         source = self.source
@@ -149,23 +178,28 @@ class _Leaf:
                 "codecs": [
                     {"name": "bytes", "configuration": {"endian": "little"}},
                     {"name": "zstd", "configuration": {"level": 1}},
+                    {"name": "crc32c"},  # a chunk that was damaged cannot be read
                 ],
             },
             "store_data_equal_to_fill_value": True,  # else Orbax takes zeros for missing data
             "create": True,
         }
+        if self.job.stopped:
+            raise InterruptedError(_STOPPED)
         store = await ts.open(spec, context=context)
         pending = None
-        for block in blocks(source, units=chunk):
-            if self.stopped.is_set():
-                raise InterruptedError("the conversion was stopped")
-            value = source.read(block)  # while the block before it is being written
+        try:
+            for block in blocks(source, units=chunk):
+                if self.job.stopped:
+                    raise InterruptedError(_STOPPED)
+                value = source.read(block)  # while the block before it is being written
+                if pending is not None:
+                    await pending
+                pending = store[block].write(value, can_reference_source_data_indefinitely=True)
+                self.job.progress(value.nbytes)
+        finally:
             if pending is not None:
-                await pending
-            pending = store[block].write(value, can_reference_source_data_indefinitely=True)
-            self.progress(value.nbytes)
-        if pending is not None:
-            await pending
+                await pending  # after an error too: it would go on in a folder that is removed
 
 
 class _LeafHandler:
@@ -178,15 +212,30 @@ class _LeafHandler:
         async def work() -> None:
             directory = await serialization_context.parent_dir.await_creation()
             for group in _groups(params):
-                # Every write waits for the disk, and small arrays spend all their time on that.
-                await asyncio.gather(
-                    *(
-                        param.value.write(directory, param.name, serialization_context.ts_context)
-                        for param in group
-                    )
-                )
+                await _together(group, directory, serialization_context.ts_context)
 
         return work()
+
+
+async def _together(group: Sequence[Any], directory: epath.Path, context: ts.Context) -> None:
+    """Writes some arrays at once: each waits for the disk, and small ones do little else.
+
+    Returns or raises when none of them is being written any more.
+    """
+    job: _Job = group[0].value.job
+
+    async def write(param: Any) -> None:
+        try:
+            await param.value.write(directory, param.name, context)
+        except BaseException:
+            job.stopped = True
+            raise
+
+    with job.writer():
+        done = await asyncio.gather(*map(write, group), return_exceptions=True)
+    faults = [fault for fault in done if isinstance(fault, BaseException)]
+    for fault in sorted(faults, key=lambda fault: isinstance(fault, InterruptedError)):
+        raise fault  # those that were stopped because of another come last
 
 
 def _groups(params: Sequence[Any]) -> Iterator[list[Any]]:

@@ -57,7 +57,7 @@ def run_model(
         raise ValueError(f"--weights is {weights!r}; it must be bf16 or int8")
     if not targets:
         raise ValueError("name at least one --target with --model, such as --target v5e")
-    with Console(stderr=True).status("Compiling"):
+    with Console(stderr=True).status("Compiling; a large model takes minutes a target"):
         rows = aot.rows(aot.Plan(model, batch, context, weights == "int8"), targets)
     _show(rows, as_json, _MODEL_COLUMNS, _MODEL_UNITS)
 

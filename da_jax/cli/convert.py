@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 from rich.console import Console
@@ -26,7 +27,7 @@ def run(
     """
     import jax.numpy as jnp
 
-    from da_jax.checkpoints import convert
+    from da_jax.checkpoints import convert, paths
 
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype is {dtype!r}; it must be float32, bfloat16 or float16")
@@ -43,9 +44,16 @@ def run(
     if destination is None:
         raise ValueError("name the folder to write, after the source")
     how: Literal["int8"] | None = "int8" if quantize else None
+    folder = convert.resolve(source, revision=revision)
+    if not paths.has_tokenizer(paths.absolute(folder)):
+        print(
+            f"da-jax: warning: {folder} has no tokenizer.json or tokenizer.model; what is written "
+            "cannot generate text until one is copied beside it",
+            file=sys.stderr,
+        )
     with _bar(console) as bar:
         size = convert.convert(
-            convert.resolve(source, revision=revision),
+            folder,
             destination,
             dtype=jnp.dtype(dtype),
             quantize=how,

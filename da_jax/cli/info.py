@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from da_jax.checkpoints import record
 from da_jax.models import catalog, hf_config, sizes
 from da_jax.models.config import Attention, Kind, ModelConfig
 
@@ -43,7 +44,7 @@ def run(
         batch=batch,
         context=min(32_768, config.max_positions) if context is None else context,
         dtype=dtype,
-        int8=weights == "int8",
+        int8=weights == "int8" or _stored_int8(model),
         page_size=page_size,
         prefill_chunk=prefill_chunk,
     )
@@ -52,6 +53,17 @@ def run(
         print(json.dumps(facts, indent=2))
     else:
         _print(facts)
+
+
+def _stored_int8(model: str) -> bool:
+    """Whether a model is an Orbax folder with int8 weights, which stay int8 when it is loaded."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        cached = _cached(model)
+        if cached is None:
+            return False
+        folder = cached.parent
+    return record.completed(folder).quantize is not None
 
 
 def find(model: str) -> tuple[str, ModelConfig]:
@@ -64,12 +76,14 @@ def find(model: str) -> tuple[str, ModelConfig]:
     Raises:
       ValueError: for any other name.
       ConfigError: for a configuration that is not computed here.
+      CheckpointError: for a conversion that did not finish.
     """
     if model == "tiny":
         folder = Path(str(importlib.resources.files("da_jax.checkpoints") / "tiny" / "checkpoint"))
         return "ships with the package", hf_config.read(folder)
     folder = Path(model).expanduser()
     if folder.is_dir():
+        record.completed(folder)
         return str(folder), hf_config.read(folder)
     if cached := _cached(model):
         return str(cached), hf_config.read(cached.parent)

@@ -70,8 +70,9 @@ def rows(plan: Plan, targets: Sequence[str]) -> list[Row]:
 
     Returns:
       Rows `target, program, ok, error, seconds`, and for what was compiled `argument_bytes` and
-      `temp_bytes` on the device, `host_bytes`, `weight_bytes`, `cache_bytes` and `memory_bytes`,
-      the memory of the device. A program is not ok if it copies the caches or does not fit.
+      `temp_bytes` on the device, `host_bytes`, `cache_bytes` (among the arguments) and
+      `memory_bytes`, the memory of the device. A program is not ok if it copies the caches or does
+      not fit.
 
     Raises:
       ValueError: an unknown model or target.

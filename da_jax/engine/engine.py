@@ -7,10 +7,12 @@ the very next forward pass of its own sequence, and the others do not wait.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import secrets
 from collections.abc import Callable, Generator
 
+import jax
 import numpy as np
 
 from da_jax.cache import pools
@@ -58,7 +60,7 @@ class Engine:
             raise ValueError(
                 f"max_model_len is {config.max_model_len}, but the checkpoint declares "
                 f"{declared} positions; lower it, or raise max_position_embeddings in config.json "
-                "together with a rope_scaling that reaches as far (yarn)"
+                "together with rope_parameters (older files: rope_scaling) that reach so far (yarn)"
             )
         self._stop_ids, self._vocabulary = stop_ids, model.config.vocab_size
         self.shapes = shapes(config, self.max_len, len(stop_ids))
@@ -77,6 +79,7 @@ class Engine:
         self.scheduler = Scheduler(PagePool(plan.num_pages), config.max_num_seqs, config.page_size)
         self._ids = itertools.count()
         self._pending: list[Event] = []  # for the next `step` to return
+        self._unread: _Unread | None = None
         self._boxes: dict[int, list[Event]] = {}  # events of requests that a `run` waits for
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -144,11 +147,11 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether there is nothing left to do or to tell."""
-        return self.scheduler.idle and not self._pending
+        return self.scheduler.idle and not self._pending and self._unread is None
 
     def step(self) -> list[Event]:
         """Prefills one chunk, then runs one burst; returns what came of it."""
-        for work in (self.prefill_step, self.decode_step):
+        for work in (self._take, self.prefill_step, self.decode_step):
             made = work()
             self._pending += made  # kept if the next piece of work fails
         events, self._pending = self._pending, []
@@ -211,10 +214,8 @@ class Engine:
             forced=sequence.forced(1)[0], wants_top=_wants_top(sequence),
         )  # fmt: skip
         sequence.prefilled += len(tokens)
-        events: list[Event] = [PrefillProgress(sequence.request_id, sequence.prefilled, total)]
-        if sequence.decoding:
-            events += self._accept(sequence, _host_choice(choice, 0, sequence))
-        return events
+        self._unread = _Unread(choice, [(0, sequence)] if sequence.decoding else [])
+        return [PrefillProgress(sequence.request_id, sequence.prefilled, total), *self._take()]
 
     def _burst(self, sequences: list[Sequence]) -> list[Event]:
         count = len(sequences)
@@ -234,14 +235,34 @@ class Engine:
         choices = self.runner.decode(
             self._rows(sequences, batch), decode._replace(wants_top=wants_top)
         )
+        self._unread = _Unread(choices, list(enumerate(sequences)))
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        """Takes what the device chose, after an interruption too.
+
+        The caches have moved on with these tokens, and a recurrent state cannot go back.
+        """
         events: list[Event] = []
-        for row, sequence in enumerate(sequences):
-            if sequence.finish_reason:  # cancelled meanwhile, by a stream that was closed
-                continue
-            for step in range(np.count_nonzero(choices.token[:, row] >= 0)):
-                events += self._accept(sequence, _host_choice(choices, (step, row), sequence))
-                if sequence.finish_reason:  # what it was made to write beyond its end is dropped
-                    break
+        if self._unread is None:
+            return events
+        try:
+            choices, rows = jax.device_get(self._unread.choices), self._unread.rows
+            while rows:
+                row, sequence = rows[0]
+                written = np.count_nonzero(choices.token[:, row] >= 0)
+                # What a row wrote beyond its end, or until a closed stream ended it, is dropped.
+                if sequence.finish_reason or self._unread.taken == written:
+                    rows.pop(0)
+                    self._unread.taken = 0
+                    continue
+                at = (self._unread.taken, row)
+                self._unread.taken += 1
+                events += self._accept(sequence, _host_choice(choices, at, sequence))
+        except BaseException:
+            self._pending += events
+            raise
+        self._unread = None
         return events
 
     def _accept(self, sequence: Sequence, choice: TokenLogprob) -> list[Event]:
@@ -271,6 +292,21 @@ class Engine:
             sampling.generated[row] = len(sequence.tokens)
         validate(rows.mask, self.runner.plan.num_pages, self.config.page_size)
         return rows
+
+
+@dataclasses.dataclass
+class _Unread:
+    """What the last call of a device program chose.
+
+    Attributes:
+      choices: [K, B], on the device.
+      rows: (row, sequence) of those that have not taken all of theirs.
+      taken: tokens that the first of them has taken.
+    """
+
+    choices: device.Choice
+    rows: list[tuple[int, Sequence]]
+    taken: int = 0
 
 
 def shapes(config: EngineConfig, max_len: int, stop_ids: int) -> device.Shapes:
@@ -325,9 +361,7 @@ def _wants_top(sequence: Sequence) -> bool:
     return bool(sequence.request.params.logprobs)
 
 
-def _host_choice(
-    choice: device.Choice, at: int | tuple[int, int], sequence: Sequence
-) -> TokenLogprob:
+def _host_choice(choice: device.Choice, at: tuple[int, int], sequence: Sequence) -> TokenLogprob:
     wanted = sequence.request.params.logprobs or 0
     top = zip(choice.top_ids[at][:wanted].tolist(), choice.top_logprobs[at][:wanted].tolist())
     return TokenLogprob(int(choice.token[at]), float(choice.logprob[at]), tuple(top))

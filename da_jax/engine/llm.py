@@ -303,7 +303,7 @@ def load_model(folder: str | os.PathLike[str], config: EngineConfig) -> Decoder:
     """
     model = hf_config.read(paths.absolute(folder))
     dtype = dtypes.resolve(config.dtype, model.family, current_target())
-    int8 = config.weights == "int8"
+    int8 = config.weights == "int8" or convert.is_int8(folder)
     device = jax.devices()[0]
     host = _per_layer_on_host(model, config, sizes.Use(dtype=dtype, int8=int8), device)
 
@@ -334,7 +334,16 @@ def _per_layer_on_host(
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The fast Hugging Face tokenizer of a checkpoint folder."""
+    """The fast Hugging Face tokenizer of a checkpoint folder.
+
+    Raises:
+      FileNotFoundError: when the folder has none; transformers would make an empty one.
+    """
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((folder / name).exists() for name in names):
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer ({', '.join(names)}); copy those of the model there"
+        )
     # transformers advises to install torch, which da-jax has no use for.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer

@@ -97,7 +97,7 @@ class DecodeRows(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Chosen tokens. [B] from a prefill, [K, B] from a burst; -1 where a row did not run.
+    """Chosen tokens. [1, B] from a prefill, [K, B] from a burst; -1 where a row did not run.
 
     Attributes:
       token: int32.
@@ -192,7 +192,7 @@ class Runner:
     def prefill(
         self, tokens: np.ndarray, position: int, rows: Rows, *, forced: int, wants_top: bool
     ) -> Choice:
-        """Runs one chunk of one prompt; the choice is what follows its last token.
+        """Runs one chunk of one prompt; the choice, on the device, is what follows its last token.
 
         Args:
           tokens: int32 [n], n at most the largest chunk.
@@ -208,14 +208,17 @@ class Runner:
             position=np.array([position], np.int32), q_lens=np.array([len(tokens)], np.int32),
             rows=rows, forced=np.array([forced], np.int32), wants_top=np.array(wants_top),
         )  # fmt: skip
-        return jax.device_get(choice)
+        return choice
 
     def decode(self, rows: Rows, decode: DecodeRows) -> Choice:
-        """Runs a burst. Each row stops early when its room is used up or at one of its stop ids."""
+        """Runs a burst; the choices are on the device.
+
+        Each row stops early when its room is used up or at one of its stop ids.
+        """
         self.caches, choice = self._decode(
             self._state, caches=self.caches, rows=rows, decode=decode
         )
-        return jax.device_get(choice)
+        return choice
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every program by running it on empty rows, which change nothing."""
@@ -274,7 +277,8 @@ class Runner:
         caches = states.put(caches, held, rows.slot)
         last = jnp.take_along_axis(hidden, (q_lens - 1)[:, None, None], axis=1)[:, 0]
         seen = jnp.zeros((tokens.shape[0], self._vocabulary), bool)
-        return caches, self._choose(model, last, seen, rows.sampling, wants_top, entries, forced)
+        choice = self._choose(model, last, seen, rows.sampling, wants_top, entries, forced)
+        return caches, jax.tree.map(lambda x: x[None], choice)  # as of a burst of one step
 
     def decode_program(self, state, *, caches, rows, decode):
         """What `decode` compiles."""

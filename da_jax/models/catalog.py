@@ -24,9 +24,11 @@ def find(name: str) -> str | None:
     """The catalogue's spelling of a name or hub id, None where there is no such size.
 
     The owner, upper and lower case, and endings that do not change the shape do not matter:
-    `google/gemma-3-27b-it` is `gemma-3-27b`.
+    `google/gemma-3-27b-it` is `gemma-3-27b`. Paths, such as `/models/gemma-3-27b`, are no names.
     """
-    key = name.rsplit("/", 1)[-1].lower().replace("_", "-").removeprefix("meta-")
+    if not _NAME.fullmatch(name):
+        return None
+    key = _last(name).replace("_", "-").removeprefix("meta-")
     key = re.sub(r"-(instruct|thinking)(?=-2507$)", "", key)
     while key not in _SPELLING:
         shorter = re.sub(_ENDINGS, "", key)
@@ -53,14 +55,19 @@ def hf_config(name: str) -> HfConfig:
 
 def unknown(name: str) -> str:
     """What to say about a name that is not here: the nearest ones, or all."""
-    key = name.rsplit("/", 1)[-1].lower()
+    key = _last(name)
     near = [_SPELLING[k] for k in difflib.get_close_matches(key, _SPELLING, n=3, cutoff=0.5)]
     return f"unknown model {name!r}; " + (
         f"the nearest are {', '.join(near)}" if near else f"known are {', '.join(_SIZES)}"
     )
 
 
-_ENDINGS = r"-(it|pt|base|instruct|chat|hf|text)$"
+def _last(name: str) -> str:
+    return name.rstrip("/").rsplit("/", 1)[-1].lower()
+
+
+_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*/?")  # `name` or `owner/name`
+_ENDINGS = r"-(it|pt|base|instruct|thinking|chat|hf|text)$"
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -270,7 +277,13 @@ _SIZES: dict[str, Callable[[], HfConfig]] = {
     "Qwen3-14B": lambda: _qwen3(5120, 40, 17_408, 40, 8),
     "Qwen3-32B": lambda: _qwen3(5120, 64, 25_600, 64, 8),
     "Qwen3-30B-A3B": lambda: _qwen3_moe(2048, 48, 6144, 32, 4, experts=768),  # [sec]
+    "Qwen3-30B-A3B-2507": lambda: _qwen3_moe(
+        2048, 48, 6144, 32, 4, experts=768, theta=1e7, positions=262_144,  # [sec]
+    ),
     "Qwen3-235B-A22B": lambda: _qwen3_moe(4096, 94, 12_288, 64, 4, experts=1536),  # [sec]
+    "Qwen3-235B-A22B-2507": lambda: _qwen3_moe(
+        4096, 94, 12_288, 64, 4, experts=1536, theta=5e6, positions=262_144,  # [sec]
+    ),
     "Qwen3.5-0.8B": lambda: _qwen3_5(1024, 24, 3584, 8, 2, value_heads=16, tied=True),  # [sec]
     "Qwen3.5-2B": lambda: _qwen3_5(2048, 24, 6144, 8, 2, value_heads=16, tied=True),  # [sec]
     "Qwen3.5-4B": lambda: _qwen3_5(2560, 32, 9216, 16, 4, value_heads=32, tied=True),

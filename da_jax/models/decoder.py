@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from da_jax.models.config import ModelConfig
-from da_jax.models.layers import Cache, Linear, Make, quantize
+from da_jax.models.layers import Angles, Cache, Linear, Make, multiply, quantize
 
 _PARTS = 32  # of an int8 embedding that is multiplied; a power of two
 
@@ -25,6 +25,7 @@ class Decoder(nnx.Module):
 
     layers: nnx.List
     norm: Any
+    embed_scale: float = 1.0
 
     def __init__(self, config: ModelConfig, make: Make):
         self.config, self.dtype, self.quantized = config, jnp.dtype(make.dtype), make.quantized
@@ -39,27 +40,30 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> jax.Array:
         """Hidden states [B, T, E] of int32 tokens [B, T] at absolute int32 positions [B, T]."""
-        raise NotImplementedError
+        angles = Angles(positions)
+        x = self.embed(tokens)
+        for block in self.layers:
+            x = block(x, angles, cache)
+        return self.norm(x)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Rows [B, T, E] of the embedding."""
+        """Rows [B, T, E] of the embedding times `embed_scale`, rounded to the dtype first."""
         rows = self.embedding[...][tokens]
         if self.quantized:
             rows = rows * self.embedding_scale[...][tokens][..., None]
-        return rows.astype(self.dtype)
+        rows = rows.astype(self.dtype)
+        return rows * jnp.asarray(self.embed_scale, self.dtype) if self.embed_scale != 1 else rows
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 logits [..., V] of hidden states [..., E]."""
-        scale = None
         if self.config.tie_embeddings:
             logits = self._scores(hidden)
-            scale = self.embedding_scale[...] if self.quantized else None
         else:
-            kernel = self.head.kernel[...].astype(self.dtype)
-            logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
-            scale = self.head.kernel_scale[...] if self.quantized else None
-        if scale is not None:
-            logits = logits * scale
+            kernel = self.head.kernel[...]
+            if self.quantized:
+                logits = multiply(hidden, kernel, self.head.kernel_scale[...])
+            else:
+                logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
         if cap := self.config.softcap:
             logits = cap * jnp.tanh(logits / cap)
         return logits
@@ -74,11 +78,13 @@ class Decoder(nnx.Module):
                 table.astype(self.dtype), hidden, contract, preferred_element_type=jnp.float32
             )
 
-        table = self.embedding[...]
-        rows = len(table)
-        if not self.quantized:
-            return jnp.moveaxis(scores(table), 0, -1)
-        # XLA may convert all of what it multiplies first: so only a part at a time.
-        parts = math.gcd(rows, _PARTS)
-        out = jax.lax.map(scores, table.reshape(parts, rows // parts, -1))
-        return jnp.moveaxis(out.reshape(rows, *hidden.shape[:-1]), 0, -1)
+        def in_parts(table: jax.Array) -> jax.Array:
+            parts = math.gcd(len(table), _PARTS)
+            out = jax.lax.map(scores, table.reshape(parts, len(table) // parts, -1))
+            return out.reshape(len(table), *hidden.shape[:-1])
+
+        if self.quantized:
+            # XLA converts an int8 matrix as a whole before it multiplies, except on a TPU.
+            out = jax.lax.platform_dependent(self.embedding[...], tpu=scores, default=in_parts)
+            return jnp.moveaxis(out, 0, -1) * self.embedding_scale[...]
+        return jnp.moveaxis(scores(self.embedding[...]), 0, -1)

@@ -7,7 +7,6 @@ x = x + post_mlp_norm(down(gelu(gate) * up))                                on p
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from da_jax.models.config import Attention as AttentionConfig
@@ -64,13 +63,6 @@ class Gemma3(Decoder):
 
     def __init__(self, config: ModelConfig, make: Make):
         super().__init__(config, make)
+        self.embed_scale = config.hidden_size**0.5
         self.layers = nnx.List([Block(config, i, make) for i in range(len(config.layers))])
         self.norm = _norm(config.hidden_size, config, make)
-
-    def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> jax.Array:
-        angles = Angles(positions)
-        # The factor is rounded to the model's dtype before it multiplies.
-        x = self.embed(tokens) * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
-        for block in self.layers:
-            x = block(x, angles, cache)
-        return self.norm(x)

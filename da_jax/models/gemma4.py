@@ -31,6 +31,7 @@ from da_jax.models.layers import (
     WideRMSNorm,
     gelu,
     normalized,
+    times,
     to_heads,
 )
 from da_jax.models.moe import GemmaExperts
@@ -113,6 +114,7 @@ class Gemma4(Decoder):
 
     def __init__(self, config: ModelConfig, make: Make):
         super().__init__(config, make)
+        self.embed_scale = config.hidden_size**0.5
         if config.per_layer_inputs is not None:
             size = config.per_layer_inputs.size
             width = len(config.layers) * size
@@ -125,8 +127,7 @@ class Gemma4(Decoder):
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> jax.Array:
         angles = Angles(positions)
-        # The factor is rounded to the model's dtype before it multiplies.
-        x = self.embed(tokens) * jnp.asarray(self.config.hidden_size**0.5, self.dtype)
+        x = self.embed(tokens)
         per_layer = self._per_layer_inputs(tokens, x)
         for i, block in enumerate(self.layers):
             x = block(x, None if per_layer is None else per_layer[:, :, i], angles, cache)
@@ -141,6 +142,6 @@ class Gemma4(Decoder):
         # The table may lie in host memory, and in a narrower dtype than the model's.
         rows = host_table.rows(self.per_layer_embedding[...], tokens).astype(self.dtype)
         rows = rows * jnp.asarray(size**0.5, self.dtype)
-        context = self.per_layer_projection(x) * jnp.asarray(x.shape[-1] ** -0.5, self.dtype)
+        context = times(self.per_layer_projection(x), x.shape[-1] ** -0.5)
         context = self.per_layer_norm(context.reshape(shape))
-        return (context + rows.reshape(shape)) * jnp.asarray(2**-0.5, self.dtype)
+        return times(context + rows.reshape(shape), 2**-0.5)

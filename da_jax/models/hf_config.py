@@ -114,7 +114,7 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
         max_positions=_need(text, "max_position_embeddings"),
         rms_eps=_need(text, "rms_norm_eps"),
         tie_embeddings=_tied(config, text, family),
-        softcap=text.get("final_logit_softcapping"),
+        softcap=text.get("final_logit_softcapping") if family in _ACTIVATIONS else None,
         per_layer_inputs=_per_layer_inputs(text) if family == "gemma4" else None,
     )
 
@@ -128,28 +128,32 @@ def rope(config: Mapping[str, Any], parameters: Mapping[str, Any] | None = None)
       parameters: RoPE parameters of one kind of layer, where each has its own.
     """
     if parameters is None:
-        parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        parameters = _rope_parameters(config)
     values = {key: value for key, value in parameters.items() if value is not None}
     kind = values.pop("rope_type", None) or values.pop("type", None) or "default"
     values.pop("type", None)
     for name in ("mrope_interleaved", "mrope_section"):
         values.pop(name, None)  # for text all three rows of positions are equal
-    theta = values.pop("rope_theta", config.get("rope_theta", RopeConfig.theta))
+    theta = values.pop("rope_theta", None) or config.get("rope_theta") or RopeConfig.theta
     partial = values.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
-    if "original_max_position_embeddings" in values:
-        values["original_max_positions"] = values.pop("original_max_position_embeddings")
     if kind not in ("default", "linear", "yarn", "llama3", "proportional"):
         raise ConfigError(
             f"rope_type {kind!r} is not supported; known: default, linear, yarn, llama3, "
             "proportional"
         )
-    if unknown := sorted(values.keys() - {f.name for f in dataclasses.fields(RopeConfig)}):
+    original = values.pop("original_max_position_embeddings", None)
+    own = {"theta", "kind", "partial", "original_max_positions"}  # ours, under other names there
+    known = {f.name for f in dataclasses.fields(RopeConfig)} - own
+    if unknown := sorted(values.keys() - known):
         raise ConfigError(
             f"unknown RoPE parameters {unknown} (rope_type {kind!r}): this library would "
             "ignore them and compute other positions than the checkpoint's authors"
         )
     if kind in ("yarn", "llama3"):
-        values.setdefault("original_max_positions", config.get("max_position_embeddings"))
+        first = config.get("original_max_position_embeddings")  # at the top it goes before
+        values["original_max_positions"] = (
+            first or original or config.get("max_position_embeddings")
+        )
     if kind in ("linear", "yarn", "llama3") and "factor" not in values:
         raise ConfigError(f"rope_type {kind!r} needs a factor; the configuration has none")
     return RopeConfig(theta=float(theta), kind=kind, partial=float(partial), **values)
@@ -166,6 +170,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, expected a JSON object")
     return value
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`rope_parameters` or, as older files call it, `rope_scaling`."""
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if new and old and old != new:
+        raise ConfigError(
+            f"both rope_parameters {dict(new)} and rope_scaling {dict(old)} are there; put all of "
+            "it into rope_parameters and remove rope_scaling"
+        )
+    return new or old
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -197,6 +212,8 @@ def _need(config: Mapping[str, Any], key: str) -> Any:
 def _layer_types(config: Mapping[str, Any], default: Any, known: tuple[str, ...]) -> list[str]:
     """The kind of each layer: `layer_types`, or what `default(index)` says."""
     count = _need(config, "num_hidden_layers")
+    if count < 1:
+        raise ConfigError(f"num_hidden_layers is {count}; a model has at least one")
     types = list(config.get("layer_types") or map(default, range(count)))
     if len(types) != count:
         raise ConfigError(f"layer_types names {len(types)} layers of num_hidden_layers {count}")
@@ -226,20 +243,29 @@ def _attention(config: Mapping[str, Any], **changes: Any) -> Attention:
 def _dense(config: Mapping[str, Any]) -> tuple[Layer, ...]:
     """Qwen 3 and Llama-type models."""
     types = _layer_types(config, lambda i: _FULL, (_FULL,))
-    embedding = rope(config)
-    if embedding.partial != 1:
-        raise ConfigError("partial_rotary_factor other than 1 is not supported by this model")
-    layer = Layer(_attention(config, rope=embedding), _need(config, "intermediate_size"))
+    mixer = _attention(config, rope=_whole_rope(config))
+    layer = Layer(mixer, _need(config, "intermediate_size"))
     return (layer,) * len(types)
 
 
-def _experts(config: Mapping[str, Any], *, always_normalized: bool = False) -> Experts:
+def _whole_rope(config: Mapping[str, Any]) -> RopeConfig:
+    """The rotary embedding of models where all of a head rotates."""
+    embedding = rope(config)
+    if embedding.partial != 1:
+        raise ConfigError(
+            f"partial_rotary_factor {embedding.partial} is not supported for "
+            f"{config['model_type']} (only 1)"
+        )
+    return embedding
+
+
+def _experts(config: Mapping[str, Any], *, normalize: bool) -> Experts:
     return Experts(
         count=config.get("num_local_experts") or _need(config, "num_experts"),
         top_k=_need(config, "num_experts_per_tok"),
         hidden=_need(config, "moe_intermediate_size"),
         shared=config.get("shared_expert_intermediate_size") or 0,
-        normalize=always_normalized or bool(config.get("norm_topk_prob", True)),
+        normalize=normalize,
     )
 
 
@@ -252,13 +278,10 @@ def _has_experts(config: Mapping[str, Any], index: int) -> bool:
 
 def _qwen3_moe(config: Mapping[str, Any]) -> tuple[Layer, ...]:
     types = _layer_types(config, lambda i: _FULL, (_FULL,))
-    mixer = _attention(config, rope=rope(config))
+    mixer = _attention(config, rope=_whole_rope(config))
     dense = Layer(mixer, config.get("intermediate_size") or 0)
-    sparse = Layer(
-        mixer,
-        0,
-        dataclasses.replace(_experts(config), normalize=bool(config.get("norm_topk_prob"))),
-    )
+    normalize = bool(config.get("norm_topk_prob", False))
+    sparse = Layer(mixer, 0, _experts(config, normalize=normalize))
     return tuple(sparse if _has_experts(config, i) else dense for i in range(len(types)))
 
 
@@ -281,11 +304,13 @@ def _hybrid(config: Mapping[str, Any]) -> tuple[Layer, ...]:
             conv_width=_need(config, "linear_conv_kernel_dim"),
         ),
     }
-    next_ = FAMILIES[config["model_type"]] == "qwen3_next"
+    # Only Qwen3-Next asks; the others always do.
+    asks = FAMILIES[config["model_type"]] == "qwen3_next"
+    normalize = bool(config.get("norm_topk_prob", True)) if asks else True
     layers = []
     for i, kind in enumerate(types):
         if _has_experts(config, i):
-            layers.append(Layer(mixers[kind], 0, _experts(config, always_normalized=not next_)))
+            layers.append(Layer(mixers[kind], 0, _experts(config, normalize=normalize)))
         else:
             layers.append(Layer(mixers[kind], _need(config, "intermediate_size")))
     return tuple(layers)
@@ -293,9 +318,9 @@ def _hybrid(config: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 def _ropes(config: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Rotary embeddings of full and of sliding layers: `rope_parameters`, or the old fields."""
-    given = config.get("rope_parameters") or {}
+    given = _rope_parameters(config)
     if _FULL not in given and _SLIDING not in given:
-        full = dict(given or config.get("rope_scaling") or {})
+        full = dict(given)
         if config.get("rope_theta") is not None:
             full["rope_theta"] = config["rope_theta"]
         given = {_FULL: full}
@@ -343,6 +368,7 @@ def _gemma4(config: Mapping[str, Any]) -> tuple[Layer, ...]:
         lambda i: _FULL if (i + 1) % 6 == 0 or i == count - 1 else _SLIDING,
         (_SLIDING, _FULL),
     )
+    types[-1] = _FULL  # transformers makes it so, whatever the file says
     ropes = _ropes(
         config,
         {

@@ -103,7 +103,16 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         if not self.quantized:
             return x @ self.kernel[...]
-        return (x @ self.kernel[...].astype(x.dtype)) * self.kernel_scale[...].astype(x.dtype)
+        return multiply(x, self.kernel[...], self.kernel_scale[...]).astype(x.dtype)
+
+
+def multiply(x: jax.Array, weights: jax.Array, scale: jax.Array) -> jax.Array:
+    """float32 product of x [..., in] with int8 weights [in, out] and their scale [out].
+
+    Without the scale it leaves the range of float16, so that comes before rounding.
+    """
+    product = jnp.matmul(x, weights.astype(x.dtype), preferred_element_type=jnp.float32)
+    return product * scale
 
 
 def to_heads(x: jax.Array, head_dim: int) -> jax.Array:
@@ -121,6 +130,11 @@ def quantize(weights: jax.Array, axis: int = -2) -> tuple[jax.Array, jax.Array]:
     largest = jnp.max(jnp.abs(weights.astype(jnp.float32)), axis=axis, keepdims=True)
     scale = jnp.where(largest > 0, largest / 127, 1.0)
     return jnp.round(weights / scale).astype(jnp.int8), jnp.squeeze(scale, axis)
+
+
+def times(x: jax.Array, factor: float) -> jax.Array:
+    """x times a factor, which x * factor would round to the dtype of x first."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def normalized(x: jax.Array, eps: float) -> jax.Array:

@@ -10,7 +10,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from da_jax.models.config import Experts
-from da_jax.models.layers import Activation, GatedMLP, Linear, Make, normalized, quantize
+from da_jax.models.layers import (
+    Activation,
+    GatedMLP,
+    Linear,
+    Make,
+    multiply,
+    normalized,
+    quantize,
+    times,
+)
 
 Scales = tuple[jax.Array, jax.Array, jax.Array]
 FEW = 128  # pairs of token and expert up to which a GPU reads the matrices of each
@@ -66,9 +75,9 @@ def by_groups(
 ) -> jax.Array:
     """Each row [M, E] through its expert [M], ascending: XLA's grouped product."""
     sizes = jnp.bincount(experts, length=len(matrices.gate)).astype(jnp.int32)
-    multiply = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
-    hidden = act(multiply(rows, matrices.gate)) * multiply(rows, matrices.up)
-    return multiply(hidden, matrices.down)
+    product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
+    hidden = act(product(rows, matrices.gate)) * product(rows, matrices.up)
+    return product(hidden, matrices.down)
 
 
 def by_pairs(
@@ -76,15 +85,15 @@ def by_pairs(
 ) -> jax.Array:
     """The same for few rows: one fused pass that reads the matrices of each."""
 
-    def multiply(rows: jax.Array, weights: jax.Array, scale: jax.Array | None) -> jax.Array:
+    def product(rows: jax.Array, weights: jax.Array, scale: jax.Array | None) -> jax.Array:
         # A sum of products, for XLA would copy the chosen matrices for a dot.
         chosen = weights[experts].astype(jnp.float32)
         out = jnp.sum(rows.astype(jnp.float32)[:, :, None] * chosen, axis=1)
         return (out if scale is None else out * scale[experts]).astype(rows.dtype)
 
     gate, up, down = matrices.scales or (None, None, None)
-    hidden = act(multiply(rows, matrices.gate, gate)) * multiply(rows, matrices.up, up)
-    return multiply(hidden, matrices.down, down)
+    hidden = act(product(rows, matrices.gate, gate)) * product(rows, matrices.up, up)
+    return product(hidden, matrices.down, down)
 
 
 def by_tiles(
@@ -110,13 +119,14 @@ def by_tiles(
 
 
 def _one_expert(rows: jax.Array, matrices: Matrices, act: Activation) -> jax.Array:
-    def multiply(rows: jax.Array, weights: jax.Array, scale: jax.Array | None) -> jax.Array:
-        out = rows @ weights.astype(rows.dtype)
-        return out if scale is None else out * scale.astype(out.dtype)
+    def product(rows: jax.Array, weights: jax.Array, scale: jax.Array | None) -> jax.Array:
+        if scale is None:
+            return rows @ weights
+        return multiply(rows, weights, scale).astype(rows.dtype)
 
     gate, up, down = matrices.scales or (None, None, None)
-    hidden = act(multiply(rows, matrices.gate, gate)) * multiply(rows, matrices.up, up)
-    return multiply(hidden, matrices.down, down)
+    hidden = act(product(rows, matrices.gate, gate)) * product(rows, matrices.up, up)
+    return product(hidden, matrices.down, down)
 
 
 def top_experts(scores: jax.Array, count: int, *, normalize: bool) -> tuple[jax.Array, jax.Array]:
@@ -187,7 +197,7 @@ class GemmaExperts(ExpertWeights):
         """Runs x [B, T, E] through the experts that `routed_by` [B, T, E] chooses."""
         rows, by = (y.reshape(-1, y.shape[-1]) for y in (x, routed_by))
         by = normalized(by, self.eps).astype(by.dtype) * self.router_scale[...]
-        scores = self.router(by * jnp.asarray(by.shape[-1] ** -0.5, by.dtype))
+        scores = self.router(times(by, by.shape[-1] ** -0.5))
         weights, idx = top_experts(scores, self.experts.top_k, normalize=True)
         weights = weights * self.expert_scale[...].astype(jnp.float32)[idx]
         return self.run(rows, idx, weights.astype(x.dtype)).reshape(x.shape)

@@ -61,7 +61,7 @@ class Block(nnx.Module):
         return x + feed(self.post_norm(x))
 
 
-def feed_forward(layer: Layer, features: int, make) -> SparseMLP | GatedMLP:
+def feed_forward(layer: Layer, features: int, make: Make) -> SparseMLP | GatedMLP:
     """The experts of a layer, or its dense MLP."""
     if layer.experts is not None:
         return SparseMLP(layer.experts, features, make)
@@ -75,10 +75,3 @@ class Qwen3(Decoder):
         super().__init__(config, make)
         self.layers = nnx.List([Block(config, i, make) for i in range(len(config.layers))])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_eps, make=make)
-
-    def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> jax.Array:
-        angles = Angles(positions)
-        x = self.embed(tokens)
-        for block in self.layers:
-            x = block(x, angles, cache)
-        return self.norm(x)

@@ -79,10 +79,3 @@ class QwenNext(Decoder):
         super().__init__(config, make)
         self.layers = nnx.List([Block(config, i, make) for i in range(len(config.layers))])
         self.norm = _norm(config.hidden_size, config, make)
-
-    def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> jax.Array:
-        angles = Angles(positions)
-        x = self.embed(tokens)
-        for block in self.layers:
-            x = block(x, angles, cache)
-        return self.norm(x)

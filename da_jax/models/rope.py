@@ -25,7 +25,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
         pairs = int(config.partial * head_dim // 2)
         exponents = np.arange(0, 2 * pairs, 2, dtype=np.float64) / head_dim
         still = np.zeros(head_dim // 2 - pairs)
-        return np.concatenate([1.0 / config.theta**exponents, still]).astype(np.float32), 1.0
+        inv = 1.0 / config.theta**exponents / config.factor
+        return np.concatenate([inv, still]).astype(np.float32), 1.0
     head_dim = int(head_dim * config.partial)
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     inv = 1.0 / config.theta**exponents

@@ -160,9 +160,33 @@ def test_a_tensor_that_stands_twice_is_a_fault(folder):
     change(folder, model__language_model__norm__weight=np.zeros(64, np.float32))
     with pytest.raises(hf.CheckpointError, match=r"twice: .* as \['model\.language_model\.norm"):
         hf.load(folder, dtype=jnp.float32)
-    (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(hf.CheckpointError, match="no weight_map"):
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({}, "no weight_map"),
+        ({"weight_map": {}}, "no weight_map"),
+        ({"weight_map": {"a": 1, "b": "x"}}, r"names \[1\] as files"),
+        ({"weight_map": {"a": None}}, r"names \[None\] as files"),
+    ],
+)
+def test_a_broken_index_is_refused(folder, index, words):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(hf.CheckpointError, match=words):
         hf.load(folder, dtype=jnp.float32)
+
+
+def test_a_tied_head_may_only_be_a_copy_of_the_embedding(tmp_path):
+    folder = references.write_folder("qwen3", tmp_path)
+    expected = load(folder)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    change(folder, lm_head__weight=embedding)
+    assert_equal(load(folder), expected)
+    for wrong in (np.roll(embedding, 1), embedding[:-1].copy()):
+        change(folder, lm_head__weight=wrong)
+        with pytest.raises(hf.CheckpointError, match=r"lm_head.*Set it to false in config\.json"):
+            hf.load(folder, dtype=jnp.float32)
 
 
 def test_a_file_that_is_missing_broken_or_cut_short_is_named(folder):

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from da_jax.checkpoints import sources
-from da_jax.checkpoints.sources import Cast, Int8, Scales, Stack, Tensor, blocks, fetch
+from da_jax.checkpoints.errors import CheckpointError
+from da_jax.checkpoints.sources import Cast, Int8, Reported, Scales, Stack, Tensor, blocks, fetch
 
 
 class View:
@@ -115,3 +116,23 @@ def test_a_part_of_int8_is_the_part_of_the_whole():
     whole, part = Int8(Scales(source, -2)), Int8(Scales(source, -2))
     index = (slice(3, 7), slice(2, 9))
     np.testing.assert_array_equal(part.read(index), fetch(whole)[index])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_a_cast_keeps_what_was_infinite_and_refuses_what_becomes_so(dtype):
+    array = np.array([1, np.inf, np.nan, -1e30], np.float32)
+    fits = fetch(Cast(tensor(array[:3]), dtype))
+    assert fits.dtype == dtype and fits[0] == 1 and fits[1] == np.inf and np.isnan(fits[2])
+    array[0] = np.finfo(np.float32).max
+    with pytest.raises(CheckpointError, match=f"w has numbers beyond the range of {fits.dtype}"):
+        fetch(Cast(tensor(array), dtype, "w"))
+
+
+def test_a_source_that_cannot_be_read_is_named(tmp_path):
+    class Broken(View):
+        def __getitem__(self, index):
+            raise OSError("I/O error")
+
+    source = Tensor(Broken(numbers(2, 2)), (2, 2), np.dtype(np.float32))
+    with pytest.raises(CheckpointError, match=f"cannot read w of {tmp_path}: I/O error"):
+        fetch(Reported(source, "w", tmp_path))

@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from etils import epath
 from safetensors.numpy import save_file
 from support import references
 
-from da_jax.checkpoints import convert, hf
+from da_jax.checkpoints import convert, hf, sources, streaming
 from da_jax.checkpoints.errors import CheckpointError
 
 TESTS = Path(__file__).parents[1]
@@ -140,6 +143,55 @@ def test_a_killed_conversion_does_not_load_and_starts_over(tmp_path, stage):
     expected, found = parameters(source), parameters(target)
     assert all(np.array_equal(expected[path], found[path]) for path in expected | found)
     assert {path.name for path in target.iterdir()} == {"params", "config.json", "da_jax.json"}
+
+
+class Slow:
+    """Three small arrays of which the second fails at once and the others take their time."""
+
+    shape, order, dtype = (64, 1), (0, 1), np.dtype(np.float32)
+
+    def __init__(self, reads, fails):
+        self.reads, self.fails = reads, fails
+
+    def read(self, index):
+        if self.fails:
+            raise ValueError("boom")
+        time.sleep(0.01)
+        self.reads.append(index)
+        return np.zeros([part.stop - part.start for part in index], np.float32)
+
+
+def test_nothing_is_written_any_more_when_writing_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK", 1)
+    monkeypatch.setattr(streaming, "CHUNK", 1)
+    reads = []
+    arrays = {name: Slow(reads, name == "b") for name in "abc"}
+    with pytest.raises(ValueError, match="boom"):
+        streaming.write(epath.Path(tmp_path / "out"), arrays, lambda size: None)
+    count, files = len(reads), sorted(tmp_path.rglob("*"))
+    assert count < 20
+    time.sleep(0.1)
+    assert len(reads) == count and sorted(tmp_path.rglob("*")) == files
+
+
+def test_stopping_waits_for_the_writer():
+    job = streaming._Job(lambda size: None)
+    started, ended = threading.Event(), threading.Event()
+
+    def write():
+        with job.writer():
+            started.set()
+            while not job.stopped:
+                time.sleep(0.001)
+            time.sleep(0.05)
+            ended.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    started.wait()
+    job.stop()
+    assert ended.is_set()
+    thread.join()
 
 
 SHARDED = """

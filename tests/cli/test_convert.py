@@ -1,6 +1,7 @@
 """`da-jax convert`: what it writes, says and refuses."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -42,6 +43,17 @@ def test_an_unfinished_conversion_is_started_over_and_says_so(convert, tiny_fold
     assert code == 0 and "not verified" in out and "starting over" in err
 
 
+def test_a_missing_tokenizer_is_a_warning(convert, tiny_folder, tmp_path):
+    code, _, err = convert(tiny_folder, tmp_path / "whole", "--no-verify")
+    assert code == 0 and "warning" not in err
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_folder / name, tmp_path / "bare")
+    code, out, err = convert(tmp_path / "bare", tmp_path / "out", "--no-verify")
+    assert code == 0 and "wrote" in out
+    assert "warning" in err and "no tokenizer.json or tokenizer.model" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -50,7 +62,7 @@ def test_an_unfinished_conversion_is_started_over_and_says_so(convert, tiny_fold
         (["tiny", "out", "--quantize", "int4"], "--quantize is 'int4'"),
         (["tiny", "out", "--verify-only"], "takes one folder"),
         (["tiny", "out", "--revision", "v1"], "revision 'v1' is for hub ids"),
-        (["--verify-only", "no-such-folder"], "has no checksums"),
+        (["--verify-only", "no-such-folder"], "no-such-folder does not exist"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(convert, arguments, words, tmp_path, monkeypatch):

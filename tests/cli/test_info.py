@@ -102,6 +102,20 @@ def test_a_folder_is_read(info, tmp_path):
     assert facts["parameters"] == 999_885_952 and facts["max_positions"] == 32_768
 
 
+def test_a_converted_folder_says_what_it_holds(info, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(catalog.hf_config("gemma-3-1b")))
+    record = {"format": 1, "complete": True, "dtype": "bfloat16", "quantize": "int8"}
+    (tmp_path / "da_jax.json").write_text(json.dumps(record))
+    stored = json.loads(info(str(tmp_path), "--json")[1])
+    asked = json.loads(info("gemma-3-1b", "--json", "--weights", "int8")[1])
+    assert stored["weights"] == "int8"
+    assert stored["memory_bytes"] == asked["memory_bytes"]
+    (tmp_path / "da_jax.json").write_text(json.dumps(record | {"complete": False}))
+    (tmp_path / "config.json").unlink()
+    code, out, err = info(str(tmp_path))
+    assert code == 1 and out == "" and "incomplete" in err and "interrupted" in err
+
+
 def test_neither_jax_nor_the_network_and_the_hub_cache_first(tmp_path):
     snapshot = tmp_path / "hub" / "models--someone--else-it" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)

@@ -1,5 +1,8 @@
 """The engine with every kind of cache: rings, donors, experts, recurrent states."""
 
+import itertools
+
+import jax
 import pytest
 from support import tiny
 
@@ -104,3 +107,26 @@ def test_a_dtype_that_leaves_the_range_of_activations_is_refused(tmp_path):
     folder = tiny.write_folder(tmp_path / "model", "gemma3_text")
     with pytest.raises(ValueError, match="dtype float16: activations of gemma3"):
         LLM.from_pretrained(folder, dtype="float16", max_model_len=512)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5])
+def test_an_interrupted_step_is_taken_up_again(llm, step, monkeypatch):
+    """The device has moved on with a chunk or a burst; recurrent states cannot do it twice."""
+    requests = requests_of(llm)[:2]
+    expected = [response.token_ids for response in responses(llm, requests)]
+    numbers = [llm.engine.add(request) for request in requests]
+    get, done, count = jax.device_get, {}, itertools.count(1)
+
+    def interrupted(choices):
+        if next(count) == step:
+            raise KeyboardInterrupt
+        return get(choices)
+
+    monkeypatch.setattr(jax, "device_get", interrupted)
+    while not llm.engine.idle:
+        try:
+            events = llm.engine.step()
+        except KeyboardInterrupt:
+            continue
+        done |= {e.request_id: e.response for e in events if isinstance(e, Done)}
+    assert [done[number].token_ids for number in numbers] == expected

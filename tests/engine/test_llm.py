@@ -149,3 +149,11 @@ def test_a_focus_on_more_chunks_than_the_mask_has_room_for_is_declined(random_ll
         tight._read(f'<focus magic_chunks="{ids}">', hidden=False)
         assert tight.view().count <= 40
         assert (tight.view().prompt_tokens < len(many.prompt)) == (count == most)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    """transformers would make an empty one, and the question would be lost."""
+    folder = tiny.write_folder(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match="has no tokenizer"):
+        LLM.from_pretrained(folder)

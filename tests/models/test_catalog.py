@@ -25,7 +25,9 @@ PARAMETERS = {
     "Qwen3-14B": 14_768_307_200,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-30B-A3B-2507": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen3-235B-A22B-2507": 235_093_634_560,
     "Qwen3.5-0.8B": 752_393_024,
     "Qwen3.5-2B": 1_881_825_088,
     "Qwen3.5-4B": 4_205_751_296,
@@ -68,7 +70,11 @@ def test_parameters_are_those_that_transformers_builds():
         ("Qwen/Qwen3.5-4B-Base", "Qwen3.5-4B"),
         ("Qwen/Qwen3-4B-Instruct-2507", "Qwen3-4B-2507"),
         ("Qwen/Qwen3-4B-Thinking-2507", "Qwen3-4B-2507"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen3-30B-A3B-2507"),
+        ("Qwen/Qwen3-235B-A22B-Thinking-2507", "Qwen3-235B-A22B-2507"),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next-80B-A3B"),
+        ("Qwen/Qwen3-Next-80B-A3B-Thinking", "Qwen3-Next-80B-A3B"),
+        ("Qwen/Qwen3-8B/", "Qwen3-8B"),
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M"),
     ],
@@ -78,7 +84,9 @@ def test_names_and_hub_ids_of_one_shape_find_it(name, spelling):
     assert catalog.hf_config(name) == catalog.hf_config(spelling)
 
 
-@pytest.mark.parametrize("name", ["gemma-31b", "Qwen3-27B", "qwen/Qwen3.6-27B-FP8", "", "x/y"])
+@pytest.mark.parametrize("name", ["gemma-31b", "Qwen3-27B", "qwen/Qwen3.6-27B-FP8", "", "x/y",
+                                  "/models/Qwen3-8B", "gs://bucket/Qwen3-8B", "a/b/Qwen3-8B",
+                                  "./Qwen3-8B", "~/Qwen3-8B"])  # fmt: skip
 def test_other_names_are_not_guessed(name):
     assert catalog.find(name) is None
     with pytest.raises(ValueError, match=f"unknown model '{name}'"):
@@ -121,6 +129,8 @@ def test_ropes_scales_and_shapes_of_gemma():
 def test_ropes_of_qwen_and_llama():
     long = hf_config.parse(catalog.hf_config("Qwen3-4B-2507"))
     assert long.max_positions == 262_144 and long.layers[0].mixer.rope.theta == 5e6
+    experts = hf_config.parse(catalog.hf_config("Qwen3-30B-A3B-2507"))
+    assert experts.max_positions == 262_144 and experts.layers[0].mixer.rope.theta == 1e7
     hybrid = hf_config.parse(catalog.hf_config("Qwen3.6-27B")).layers[3].mixer
     assert isinstance(hybrid, Attention) and hybrid.output_gate
     assert (hybrid.rope.theta, hybrid.rope.partial) == (1e7, 0.25)

@@ -40,11 +40,37 @@ def test_head_dim_follows_from_the_width_when_it_is_not_given():
         ("gemma3_text", {"hidden_activation": "gelu"}, "only 'gelu_pytorch_tanh'"),
         ("gemma4_e2b", {"num_kv_shared_layers": 9}, "shares keys and values"),
         ("gemma4_31b", {"sliding_window": None}, "sliding_window"),
+        ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("qwen3", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ("qwen3", {"rope_parameters": {"kind": "yarn"}}, r"\['kind'\]"),
+        ("qwen3_5", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "both rope_parameters"),
+        ("gemma3_text", {"rope_scaling": {"factor": 2.0}}, "both rope_parameters"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(case, change, words):
     with pytest.raises(ConfigError, match=words):
         parse(CASES[case] | change)
+
+
+def test_a_theta_of_null_is_the_default():
+    assert rope({"rope_theta": None}) == RopeConfig()
+
+
+def test_the_original_context_at_the_top_goes_before_the_one_inside():
+    inner = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    config = {"rope_parameters": inner, "max_position_embeddings": 512}
+    assert rope(config).original_max_positions == 64
+    assert rope(config | {"original_max_position_embeddings": 128}).original_max_positions == 128
+
+
+def test_only_gemma_bounds_its_logits():
+    assert parse(CASES["llama"] | {"final_logit_softcapping": 3.0}).softcap is None
+    assert parse(CASES["gemma4_31b"]).softcap == 30.0
+
+
+def test_the_last_layer_of_gemma_4_is_full_whatever_the_file_says():
+    types = ["sliding_attention"] * 6
+    assert parse(CASES["gemma4_31b"] | {"layer_types": types}).layers_of("full") == (5,)
 
 
 def test_a_missing_field_is_named():

@@ -130,3 +130,14 @@ def test_an_int8_layer_multiplies_with_what_its_numbers_stand_for(dtype):
     assert out.dtype == dtype
     atol = 1e-5 if dtype == jnp.float32 else 0.05
     np.testing.assert_allclose(np.asarray(out, np.float32), x @ weights, atol=atol)
+
+
+def test_an_int8_layer_stays_inside_the_range_of_float16():
+    """The product with the integers alone would be 3000 * 127 * 64."""
+    layer = layers.Linear(64, 8, make(jnp.float16, quantized=True))
+    values, scale = layers.quantize(jnp.full((64, 8), 0.01))
+    layer.kernel.set_value(values)
+    layer.kernel_scale.set_value(scale)
+    out = layer(jnp.full((1, 64), 3000, jnp.float16))
+    assert out.dtype == jnp.float16
+    np.testing.assert_allclose(out, 3000 * 0.01 * 64, rtol=0.01)

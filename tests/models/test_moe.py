@@ -3,12 +3,15 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from da_jax.models import layers, moe
+from da_jax.models.config import Experts
 
 TOKENS, TOP, EXPERTS, WIDTH, INNER = 7, 3, 5, 8, 6
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": layers.gelu}
@@ -136,3 +139,30 @@ def test_of_equal_scores_the_router_takes_different_experts():
         weights, idx = moe.top_experts(np.zeros((2, EXPERTS), np.float32), top, normalize=True)
         assert all(len(set(row)) == top for row in np.asarray(idx).tolist())
         np.testing.assert_allclose(weights, 1 / top, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", [moe.by_pairs, moe.by_tiles])
+def test_int8_products_stay_inside_the_range_of_float16(form):
+    """The product with the integers alone would not."""
+    x = np.full((3, WIDTH), 500, np.float16)
+    weights = np.full((EXPERTS, WIDTH, INNER), 0.01, np.float32)
+    down = np.full((EXPERTS, INNER, WIDTH), 0.01, np.float32)
+    packed, scales = zip(*(layers.quantize(m) for m in (weights, weights, down)))
+    held = moe.Matrices(*packed, scales)
+    out = jax.jit(functools.partial(form, act=jax.nn.relu))(x, np.zeros(3, np.int32), held)
+    assert out.dtype == np.float16
+    np.testing.assert_allclose(out, INNER * 0.01 * (WIDTH * 5.0) ** 2, rtol=0.01)
+
+
+def test_the_router_of_gemma_scales_without_rounding_its_factor():
+    """2816 ** -0.5 in bfloat16 is a quarter of a per cent off, in every layer."""
+    width = 2816
+    make = layers.Make(jnp.bfloat16, nnx.Rngs(params=0))
+    experts = moe.GemmaExperts(Experts(2, 1, 4), width, make, act=layers.gelu, eps=1e-6)
+    seen = []
+    experts.router = lambda x: seen.append(np.asarray(x, np.float64)) or x[:, :2]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 64, width)), jnp.bfloat16)
+    experts(x, x)
+    exact = np.asarray(layers.normalized(x, 1e-6), np.float64)[0] * width**-0.5
+    slope = (seen[0] * exact).sum() / (exact * exact).sum()
+    assert abs(slope - 1) < 5e-4
