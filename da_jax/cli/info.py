@@ -5,18 +5,16 @@ Neither JAX nor the network is needed: all is arithmetic on the configuration.
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from da_jax.checkpoints import record
-from da_jax.models import catalog, hf_config, sizes
+from da_jax.checkpoints import known
+from da_jax.models import sizes
 from da_jax.models.config import Attention, Kind, ModelConfig
 
 _CONTEXTS = (8_192, 32_768, 131_072, 262_144)
@@ -39,60 +37,20 @@ def run(
             f"--weights bf16 with --dtype {dtype}: weights are int8 or have the dtype of the "
             "activations; leave --weights out"
         )
-    source, config = find(model)
+    found = known.find(model)
     use = sizes.Use(
         batch=batch,
-        context=min(32_768, config.max_positions) if context is None else context,
+        context=min(32_768, found.config.max_positions) if context is None else context,
         dtype=dtype,
-        int8=weights == "int8" or _stored_int8(model),
+        int8=weights == "int8" or found.int8,
         page_size=page_size,
         prefill_chunk=prefill_chunk,
     )
-    facts = collect(model, source, config, use)
+    facts = collect(model, found.source, found.config, use)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
         _print(facts)
-
-
-def _stored_int8(model: str) -> bool:
-    """Whether a model is an Orbax folder with int8 weights, which stay int8 when it is loaded."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        cached = _cached(model)
-        if cached is None:
-            return False
-        folder = cached.parent
-    return record.completed(folder).quantize is not None
-
-
-def find(model: str) -> tuple[str, ModelConfig]:
-    """Where the configuration comes from, and the configuration.
-
-    Args:
-      model: `tiny`, a folder with a `config.json`, a hub id that is in the hub's cache, or a size
-        of the catalogue.
-
-    Raises:
-      ValueError: for any other name.
-      ConfigError: for a configuration that is not computed here.
-      CheckpointError: for a conversion that did not finish.
-    """
-    if model == "tiny":
-        folder = Path(str(importlib.resources.files("da_jax.checkpoints") / "tiny" / "checkpoint"))
-        return "ships with the package", hf_config.read(folder)
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        record.completed(folder)
-        return str(folder), hf_config.read(folder)
-    if cached := _cached(model):
-        return str(cached), hf_config.read(cached.parent)
-    if size := catalog.find(model):
-        return f"catalogue: {size}", hf_config.parse(catalog.hf_config(size))
-    raise ValueError(
-        f"{catalog.unknown(model)}. A folder with a config.json or the id of a cached hub "
-        "repository does as well"
-    )
 
 
 def collect(model: str, source: str, config: ModelConfig, use: sizes.Use) -> dict[str, Any]:
@@ -135,20 +93,6 @@ def collect(model: str, source: str, config: ModelConfig, use: sizes.Use) -> dic
         "fits": [_fit(fit) for fit in sizes.fits(config, use)],
         "notes": _notes(config, use),
     }
-
-
-def _cached(model: str) -> Path | None:
-    """`config.json` of a hub id in the hub's cache."""
-    if model.count("/") != 1:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        path = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:
-        return None
-    return Path(path) if isinstance(path, str) else None
 
 
 def _traffic(config: ModelConfig, use: sizes.Use, context: int) -> sizes.Traffic:

@@ -222,7 +222,7 @@ def aot(
     full: Annotated[bool, typer.Option("--full", help="The whole matrix; many minutes.")] = False,
     model: Annotated[
         str | None,
-        typer.Option(help="Compile prefill and decode of this model instead: a size, or a folder."),
+        typer.Option(help="Compile prefill and decode of a model instead, named as for `info`."),
     ] = None,
     batch: Annotated[int, typer.Option(help="With --model: sequences.")] = 8,
     context: Annotated[int, typer.Option(help="With --model: tokens of a sequence.")] = 32_768,

@@ -24,11 +24,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from da_jax.cache import pools
+from da_jax.checkpoints import known
 from da_jax.engine import engine, runner
 from da_jax.engine.config import EngineConfig
 from da_jax.kernels import chips
 from da_jax.kernels.aot import machines
-from da_jax.models import catalog, hf_config, host_table, registry, sizes
+from da_jax.models import host_table, registry, sizes
 from da_jax.models.config import ModelConfig
 
 Row = dict[str, Any]
@@ -42,7 +43,7 @@ class Plan:
     """What is compiled.
 
     Attributes:
-      model: size of the catalogue, or a folder with a `config.json`.
+      model: its name, see `checkpoints.known.find`.
       batch: sequences of the decode program.
       context: longest sequence, in tokens.
       int8: weights in 8 bits.
@@ -55,10 +56,7 @@ class Plan:
 
     def config(self) -> ModelConfig:
         """The model's configuration."""
-        folder = Path(self.model).expanduser()
-        if folder.is_dir():
-            return hf_config.read(folder)
-        return hf_config.parse(catalog.hf_config(self.model))
+        return known.find(self.model).config
 
     def settings(self) -> EngineConfig:
         """Settings of the engine."""

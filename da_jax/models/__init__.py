@@ -1,1 +1,1 @@
-"""Flax NNX models. A model maps tokens to hidden states and leaves attention to an `Attend`."""
+"""Flax NNX models, one file a family. What sequences keep is behind a `layers.Cache`."""
