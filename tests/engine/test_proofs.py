@@ -1,5 +1,8 @@
 """Proofs that the mask acts, exactly, and costs what the trace says."""
 
+import functools
+
+import jax
 import numpy as np
 import pytest
 from support.dense import dense_logits
@@ -123,6 +126,7 @@ def test_hidden_pages_full_of_nan_change_nothing(random_llm, scripted, monkeypat
     """Before every burst each slot that the mask hides becomes NaN; after it, it is restored."""
     _, clean = scripted
     runner, decode = random_llm.engine.runner, random_llm.engine.runner.decode
+    put = functools.partial(jax.device_put, device=runner.caches.pages[0].sharding)
     poisoned = []
 
     def poison(rows, what):
@@ -134,11 +138,11 @@ def test_hidden_pages_full_of_nan_change_nothing(random_llm, scripted, monkeypat
         saved = {layer: np.array(page) for layer, page in runner.caches.pages.items()}
         where = hidden[:, None, None, :, None]
         dirty = {layer: np.where(where, np.nan, page) for layer, page in saved.items()}
-        runner.caches = runner.caches._replace(pages=dirty)
+        runner.caches = put(runner.caches._replace(pages=dirty))
         choice = decode(rows, what)
         new = runner.caches.pages
         clean = {layer: np.where(where, old, new[layer]) for layer, old in saved.items()}
-        runner.caches = runner.caches._replace(pages=clean)
+        runner.caches = put(runner.caches._replace(pages=clean))
         poisoned.append(int(hidden.sum()))
         return choice
 
