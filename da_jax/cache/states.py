@@ -32,3 +32,16 @@ def put(caches: Caches, held: Caches, slot: jax.Array) -> Caches:
         lambda kept, rows: kept.at[slot].set(rows, mode="drop"), caches.states, held.states
     )
     return held._replace(states=states)
+
+
+def copy(caches: Caches, source: jax.Array, target: jax.Array, num_slots: int) -> Caches:
+    """The caches with rings and states of slot `source` also in slot `target` (scalars)."""
+
+    def copied(kept: jax.Array) -> jax.Array:
+        size = kept.shape[0] // num_slots  # pages of a ring, or one state
+        held = jax.lax.dynamic_slice_in_dim(kept, source * size, size)
+        return jax.lax.dynamic_update_slice_in_dim(kept, held, target * size, axis=0)
+
+    return caches._replace(
+        rings=jax.tree.map(copied, caches.rings), states=jax.tree.map(copied, caches.states)
+    )

@@ -151,11 +151,12 @@ def _engine_row(model: str, prompts: np.ndarray, new_tokens: int, dtype: str) ->
         prompt = PromptMap(ids, (), ((0, len(ids)),), "", (), (), (), Arm.VANILLA)
         engine.add(Request(prompt, params, Arm.VANILLA))
     start = time.perf_counter()
-    while engine.prefill_step():
-        pass
+    engine.prefill_step()
+    while any(not s.decoding for s in engine.scheduler.everyone):
+        engine.prefill_step()
     prefilled = time.perf_counter()
     while not engine.idle:
-        engine.decode_step()
+        engine.step()
     done = time.perf_counter()
     steps = new_tokens - 1  # the first token comes from the prefill
     return {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -64,7 +65,7 @@ class Plan:
 
 
 def rows(plan: Plan, targets: Sequence[str]) -> list[Row]:
-    """Compiles prefill and decode for each target, one after the other.
+    """Compiles prefill, decode and the copy of a slot for each target, one after the other.
 
     Returns:
       Rows `target, program, ok, error, seconds`, and for what was compiled `argument_bytes` and
@@ -114,7 +115,7 @@ def programs(plan: Plan, device: jax.Device) -> Iterator[tuple[str, Callable[[],
     vocabulary = config.vocab_size
     made = runner.Runner(
         model, forms, cache, costs=np.zeros(vocabulary, np.int32),
-        valid=np.ones(vocabulary, bool), caches=jax.eval_shape(lambda: pools.allocate(cache)),
+        opens=np.zeros(vocabulary, bool), caches=jax.eval_shape(lambda: pools.allocate(cache)),
     )  # fmt: skip
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
 
@@ -129,7 +130,6 @@ def programs(plan: Plan, device: jax.Device) -> Iterator[tuple[str, Callable[[],
             jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=there)
         )
     caches = put(made.caches)
-    one = put(np.zeros(1, np.int32))
 
     def compiled(program: Callable[..., Any], **arguments: Any) -> Any:
         with use_abstract_mesh(machines.context(device)):
@@ -138,20 +138,15 @@ def programs(plan: Plan, device: jax.Device) -> Iterator[tuple[str, Callable[[],
             )
             return traced.lower(lowering_platforms=(machines.lowering(device),)).compile()
 
-    yield (
-        f"decode, batch {plan.batch}",
-        lambda: compiled(
-            made.decode_program,
-            rows=put(made.empty_rows(plan.batch)),
-            decode=put(made.empty_decode(plan.batch)),
-        ),
-    )
-    yield f"prefill, {settings.prefill_chunk} tokens", lambda: compiled(
-        made.prefill_program,
-        tokens=put(np.zeros((1, settings.prefill_chunk), np.int32)),
-        position=one, q_lens=one, rows=put(made.empty_rows(1)), forced=one,
-        wants_top=put(np.array(False)),
-    )  # fmt: skip
+    names = {
+        ("decode", plan.batch): f"decode, batch {plan.batch}",
+        ("prefill", settings.prefill_chunk): f"prefill, {settings.prefill_chunk} tokens",
+        ("copy", 0): "copy of a slot",
+    }
+    for kind, program, inputs in made.programs():
+        name = names.get((kind, runner.program_size(kind, inputs)))
+        if name:
+            yield name, functools.partial(compiled, program, **put(inputs))
 
 
 def on_host(plan: Plan, device: jax.Device) -> bool:

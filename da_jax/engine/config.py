@@ -33,6 +33,13 @@ class EngineConfig:
       burst: most decode steps between two looks of the host. A sequence whose mode may have changed
         pauses earlier, so the value never changes a result.
       attention: attention backend; None chooses by platform, see `da-jax env`.
+      step_tokens: tokens that a step may compute. A burst of B sequences takes B times `burst` of
+        them, waiting prompts the rest, but at least one chunk.
+      max_waiting: most requests that wait; beyond it `Engine.add` refuses, and `Engine.run` holds
+        its requests back.
+      prefix_cache: find the pages of a prompt's beginning that an earlier prompt left.
+      prefix_snapshots: copies of sliding windows and recurrent states that are kept for it, by a
+        model that has such layers; each takes as much as a sequence's own.
     """
 
     dtype: str = "auto"
@@ -45,6 +52,10 @@ class EngineConfig:
     prefill_chunk: int = 512
     burst: int = 16
     attention: str | None = None
+    step_tokens: int = 1024
+    max_waiting: int = 4096
+    prefix_cache: bool = True
+    prefix_snapshots: int = 2
 
     def __post_init__(self) -> None:
         choices = {
@@ -57,9 +68,13 @@ class EngineConfig:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}"
                 )
-        for name in ("page_size", "max_num_seqs", "kv_cache_bytes", "prefill_chunk", "burst"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        least = dict.fromkeys(
+            ("page_size", "max_num_seqs", "kv_cache_bytes", "prefill_chunk", "burst",
+             "step_tokens", "max_waiting"), 1
+        ) | {"prefix_snapshots": 0}  # fmt: skip
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {smallest}")
         if self.page_size > MAX_PAGE_SIZE:
             raise ValueError(f"page_size is {self.page_size}; it must be at most {MAX_PAGE_SIZE}")
         if self.max_model_len is not None and self.max_model_len < 2:

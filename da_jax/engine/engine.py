@@ -1,8 +1,8 @@
 """The engine: a queue of requests in, a stream of events out.
 
-Each step prefills one chunk of one waiting prompt and runs one burst of decode steps for everybody
-else. A sequence pauses within a burst where its mode may change, so a declaration is in force from
-the very next forward pass of its own sequence, and the others do not wait.
+Each step prefills chunks of waiting prompts and runs one burst of decode steps for everybody else.
+A sequence pauses within a burst where its mode may change, so a declaration is in force from the
+very next forward pass of its own sequence, and the others do not wait.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import secrets
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import jax
 import numpy as np
 
 from da_jax.cache import pools
 from da_jax.cache.pages import PagePool
+from da_jax.cache.prefix import PrefixCache
 from da_jax.engine import runner as device
+from da_jax.engine.batch import fill_decode, fill_rows
 from da_jax.engine.config import MAX_STOP_IDS, EngineConfig
 from da_jax.engine.detokenize import TokenTable
 from da_jax.engine.request import Done, Event, PrefillProgress, Request, TokenLogprob
 from da_jax.engine.sampling import key_of
 from da_jax.engine.scheduler import Scheduler
-from da_jax.engine.sequence import Sequence
-from da_jax.kernels.paged_attention import Problem, choose, validate
+from da_jax.engine.sequence import Chunk, Sequence
+from da_jax.engine.timing import Timing
+from da_jax.kernels.paged_attention import Problem, choose
 from da_jax.models.config import GatedDelta, ModelConfig
 from da_jax.models.decoder import Decoder
 
@@ -44,6 +48,7 @@ class Engine:
       table: the tokens as bytes.
       stop_ids: the checkpoint's own stop tokens.
       config: settings.
+      clock: seconds that never go back.
 
     Raises:
       ValueError: a setting that cannot work with this model.
@@ -51,9 +56,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: Decoder, table: TokenTable, stop_ids: frozenset[int], config: EngineConfig
+        self,
+        model: Decoder,
+        table: TokenTable,
+        stop_ids: frozenset[int],
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self.config, self.table = config, table
+        self.config, self.table, self._clock = config, table, clock
         declared = model.config.max_positions
         self.max_len = min(config.max_model_len or LONGEST_DEFAULT, declared)
         if config.max_model_len and config.max_model_len > declared:
@@ -64,22 +74,35 @@ class Engine:
             )
         self._stop_ids, self._vocabulary = stop_ids, model.config.vocab_size
         self.shapes = shapes(config, self.max_len, len(stop_ids))
+        slots, snapshots = config.max_num_seqs, _snapshots(config, model.config)
         plan = pools.plan(
             model.config, page_size=config.page_size, max_tokens=self.max_len,
-            sequences=config.max_num_seqs, longest_step=max(self.shapes.chunks),
+            sequences=slots + snapshots, longest_step=max(self.shapes.chunks),
             dtype=model.dtype, budget_bytes=config.kv_cache_bytes,
         )  # fmt: skip
         for problem in attention_problems(model.config, self.shapes, plan, model.dtype.name):
             choose(config.attention, problem)  # refused here, before anything is compiled
-        vocabulary = self._vocabulary
+        self._costs = _fit(token_costs(table), self._vocabulary)
+        self._opens = _fit(table.contains(b"<"), self._vocabulary)
         self.runner = device.Runner(
-            model, self.shapes, plan, costs=_fit(token_costs(table), vocabulary),
-            valid=_fit(table.known, vocabulary), impl=config.attention,
+            model, self.shapes, plan, costs=self._costs, opens=self._opens, impl=config.attention
+        )
+        self._valid = device.packed(
+            np.flatnonzero(table.known[: self._vocabulary]), self.runner.words
+        )
+        copies = range(slots, slots + snapshots) if plan.rings or plan.states else None
+        prefix = PrefixCache(PagePool(plan.num_pages), _root(model, plan), copies)
+        self.scheduler = Scheduler(
+            prefix, max_num_seqs=slots, page_size=config.page_size,
+            max_waiting=config.max_waiting, margin=config.burst,
+            find_prefixes=config.prefix_cache,
         )  # fmt: skip
-        self.scheduler = Scheduler(PagePool(plan.num_pages), config.max_num_seqs, config.page_size)
+        self.timing = Timing()
         self._ids = itertools.count()
+        self._turns = itertools.count()
         self._pending: list[Event] = []  # for the next `step` to return
-        self._unread: _Unread | None = None
+        self._flights: list[_Flight] = []
+        self._unread: list[Sequence] = []  # whose text is read while the device runs on
         self._boxes: dict[int, list[Event]] = {}  # events of requests that a `run` waits for
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -118,6 +141,7 @@ class Engine:
 
         Raises:
           RequestError: when it can never run; nothing was queued.
+          QueueFull: when `max_waiting` requests wait already; nothing was queued.
         """
         self.check(request)
         sequence = self._sequence(request)
@@ -125,7 +149,7 @@ class Engine:
         return sequence.request_id
 
     def _sequence(self, request: Request) -> Sequence:
-        seed = request.params.seed
+        seed, deadline = request.params.seed, request.deadline
         return Sequence(
             next(self._ids),
             request,
@@ -135,178 +159,268 @@ class Engine:
             max_len=min(len(request.prompt.ids) + request.params.max_tokens, self.max_len),
             page_size=self.config.page_size,
             entries=self.shapes.entries,
+            ends_at=None if deadline is None else self._clock() + deadline,
         )
 
     def cancel(self, request_id: int) -> None:
         """Ends a request now; its response holds what was generated. Unknown ids do nothing."""
         sequence = self.scheduler.find(request_id)
         if sequence is not None:
-            self._pending += sequence.finish("cancelled")
-            self.scheduler.remove(sequence)
+            self._pending += self._end(sequence, "cancelled")
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing left to do or to tell."""
-        return self.scheduler.idle and not self._pending and self._unread is None
+        return self.scheduler.idle and not self._pending
 
     def step(self) -> list[Event]:
-        """Prefills one chunk, then runs one burst; returns what came of it."""
-        for work in (self._take, self.prefill_step, self.decode_step):
-            made = work()
-            self._pending += made  # kept if the next piece of work fails
+        """Takes what the device chose, gives it new work, and returns what came of the old.
+
+        The device gets a burst for all whose prompt is in the cache, after chunks of prompts that
+        are not. While it runs, the host reads the text of those sequences that did not have to
+        be read before.
+        """
+        return self._run(self._expire, self._collect, self._prefill, self._burst, self._read)
+
+    def prefill_step(self) -> list[Event]:
+        """A step without a burst: nothing decodes."""
+        return self._run(self._expire, self._collect, self._prefill, self._read)
+
+    def _run(self, *work: Callable[[], list[Event]]) -> list[Event]:
+        for part in work:
+            made = part()  # which may replace the list below, when a stream is closed meanwhile
+            self._pending += made  # kept if the next part fails
         events, self._pending = self._pending, []
         return events
 
-    def prefill_step(self) -> list[Event]:
-        """Admits what fits and prefills the next chunk of the first unfinished prompt."""
-        self.scheduler.admit()
-        waiting = [s for s in self.scheduler.running if not s.decoding]
-        return self._prefill(waiting[0]) if waiting else []
-
-    def decode_step(self) -> list[Event]:
-        """Runs one burst for every sequence whose prompt is in the cache."""
-        decoding = [s for s in self.scheduler.running if s.decoding]
-        return self._burst(decoding) if decoding else []
-
-    def run(self, requests: list[Request]) -> Generator[Event, None, None]:
+    def run(self, requests: Iterable[Request]) -> Generator[Event, None, None]:
         """Answers requests, yielding their events and no others.
 
         Several runs may be interleaved in one thread; each advances all of them. A run that is
         abandoned cancels what it has not finished.
 
-        Raises:
-          RequestError: at once, when one of them can never run; nothing was queued.
-        """
-        for request in requests:
-            self.check(request)
-        return self._events(requests)
+        Args:
+          requests: a list is checked at once; what else can be iterated is asked for the next
+            request when it may wait, so that there can be any number of them.
 
-    def _events(self, requests: list[Request]) -> Generator[Event, None, None]:
-        sequences, box = [self._sequence(request) for request in requests], list[Event]()
-        for sequence in sequences:
-            self.scheduler.enqueue(sequence)
-        numbers = [sequence.request_id for sequence in sequences]
-        self._boxes.update(dict.fromkeys(numbers, box))
-        unfinished = set(numbers)
+        Raises:
+          RequestError: when one of them can never run.
+        """
+        if isinstance(requests, list | tuple):
+            for request in requests:
+                self.check(request)
+        return self._events(iter(requests))
+
+    def _events(self, requests: Iterator[Request]) -> Generator[Event, None, None]:
+        box, numbers, unfinished = list[Event](), list[int](), set[int]()
+        more = True
         try:
-            while unfinished:
-                while not box:
+            while more or unfinished:
+                while more and self.scheduler.room:
+                    request = next(requests, None)
+                    if more := request is not None:
+                        number = self.add(request)
+                        numbers.append(number)
+                        unfinished.add(number)
+                        self._boxes[number] = box
+                while not box and unfinished:
                     if self.idle:
                         raise RuntimeError(f"requests {sorted(unfinished)} were lost by a fault")
                     for event in self.step():
                         self._boxes.get(event.request_id, self._pending).append(event)
+                if not box:
+                    continue
                 event = box.pop(0)
                 if isinstance(event, Done):
                     unfinished.remove(event.request_id)
+                    del self._boxes[event.request_id]
                 yield event
         finally:
             for number in unfinished:
                 self.cancel(number)
-            self._pending = [e for e in self._pending if e.request_id not in unfinished]
-            for number in numbers:
                 del self._boxes[number]
+            self._pending = [e for e in self._pending if e.request_id not in unfinished]
 
-    def _prefill(self, sequence: Sequence) -> list[Event]:
-        start, total = sequence.prefilled, sequence.prompt_len
-        tokens = sequence.request.prompt.ids[start : start + self.config.prefill_chunk]
-        choice = self.runner.prefill(
-            tokens, start, self._rows([sequence], 1),
-            forced=sequence.forced(1)[0], wants_top=_wants_top(sequence),
-        )  # fmt: skip
-        sequence.prefilled += len(tokens)
-        self._unread = _Unread(choice, [(0, sequence)] if sequence.decoding else [])
-        return [PrefillProgress(sequence.request_id, sequence.prefilled, total), *self._take()]
+    def _expire(self) -> list[Event]:
+        now = self._clock()
+        late = [s for s in self.scheduler.everyone if s.ends_at is not None and s.ends_at <= now]
+        return [event for sequence in late for event in self._end(sequence, "deadline")]
 
-    def _burst(self, sequences: list[Sequence]) -> list[Event]:
-        count = len(sequences)
-        batch = device.Shapes.bucket(self.shapes.batches, count)
-        decode, burst = self.runner.empty_decode(batch), self.shapes.burst
-        for row, sequence in enumerate(sequences):
-            decode.token[row] = sequence.tokens[-1]
-            decode.position[row] = sequence.prompt_len + len(sequence.tokens) - 1
-            decode.steps[row] = min(burst, sequence.tokens_left)
-            decode.room[row] = device.FREE if sequence.room is None else sequence.room
-            ids = sorted(sequence.stop_ids)
-            decode.stop_ids[row, : len(ids)] = ids
-            decode.forced[row] = sequence.forced(burst)
-            if sequence.request.params.presence_penalty:
-                decode.seen[row, sequence.tokens] = True
-        wants_top = np.array(any(map(_wants_top, sequences)))
-        choices = self.runner.decode(
-            self._rows(sequences, batch), decode._replace(wants_top=wants_top)
-        )
-        self._unread = _Unread(choices, list(enumerate(sequences)))
-        return self._take()
+    def _end(self, sequence: Sequence, reason: str) -> list[Event]:
+        """Ends a sequence after what it received so far."""
+        events = sequence.read()
+        if sequence.finish_reason is None:
+            events += sequence.finish(reason)
+        self.scheduler.remove(sequence)
+        return events
 
-    def _take(self) -> list[Event]:
+    def _collect(self) -> list[Event]:
         """Takes what the device chose, after an interruption too.
 
         The caches have moved on with these tokens, and a recurrent state cannot go back.
         """
         events: list[Event] = []
-        if self._unread is None:
-            return events
-        try:
-            choices, rows = jax.device_get(self._unread.choices), self._unread.rows
-            while rows:
-                row, sequence = rows[0]
-                written = np.count_nonzero(choices.token[:, row] >= 0)
-                # What a row wrote beyond its end, or until a closed stream ended it, is dropped.
-                if sequence.finish_reason or self._unread.taken == written:
-                    rows.pop(0)
-                    self._unread.taken = 0
-                    continue
-                at = (self._unread.taken, row)
-                self._unread.taken += 1
-                events += self._accept(sequence, _host_choice(choices, at, sequence))
-        except BaseException:
-            self._pending += events
-            raise
-        self._unread = None
+        while self._flights:
+            flight = self._flights[0]
+            choices = jax.device_get(flight.choices)
+            if flight.burst:
+                self.timing.collected(int((choices.token >= 0).any(1).sum()))
+            while flight.rows:
+                row, sequence = flight.rows[0]
+                new = _host_choices(choices, row, sequence)
+                flight.rows.pop(0)
+                if sequence.finish_reason is None:  # else nobody waits for it any more
+                    sequence.receive(new)
+                    self._unread.append(sequence)
+            self._flights.pop(0)
+        urgent = [s for s in self._unread if self._urgent(s)]
+        for sequence in urgent:
+            events += self._read_one(sequence)
+        self._unread = [s for s in self._unread if s not in urgent]
         return events
 
-    def _accept(self, sequence: Sequence, choice: TokenLogprob) -> list[Event]:
-        events = sequence.accept(choice)
-        if sequence.finish_reason:
+    def _urgent(self, sequence: Sequence) -> bool:
+        """Whether the next step of a sequence depends on what it just wrote."""
+        new = sequence.unread
+        return (
+            sequence.open
+            or sequence.tokens_left <= 0
+            or not sequence.stop_ids.isdisjoint(new)
+            or bool((self._opens[new] | (self._costs[new] >= device.PAUSE)).any())
+        )
+
+    def _read(self) -> list[Event]:
+        """Reads what need not be read before."""
+        events: list[Event] = []
+        while self._unread:
+            events += self._read_one(self._unread[0])
+            self._unread.pop(0)
+        return events
+
+    def _read_one(self, sequence: Sequence) -> list[Event]:
+        if sequence.finish_reason is not None:
+            return []
+        events = sequence.read()
+        if sequence.finish_reason is not None:
             self.scheduler.remove(sequence)
+        return events
+
+    def _prefill(self) -> list[Event]:
+        """Admits what fits and prefills as many chunks as a step may compute."""
+        self.scheduler.admit()
+        rows = sum(s.decoding for s in self.scheduler.running)
+        budget = self.config.step_tokens - rows * self.config.burst
+        events, spent = list[Event](), 0
+        while not spent or spent < budget:
+            sequence = self.scheduler.next_prefill(next(self._turns))
+            if sequence is None:
+                break
+            source = self.scheduler.skip_cached(sequence)
+            if source is not None:
+                self.runner.copy(source, sequence.slot)
+            chunk = sequence.next_chunk(self.config.prefill_chunk, self.scheduler.border(sequence))
+            made, room = self._make_room(sequence, chunk.end)
+            events += made
+            if not room:
+                break
+            self._feed(sequence, chunk)
+            spent += len(chunk.tokens)
+            if chunk.start < sequence.prompt_len:
+                done = min(sequence.cached, sequence.prompt_len)
+                events.append(PrefillProgress(sequence.request_id, done, sequence.prompt_len))
+        return events
+
+    def _feed(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Prefills a chunk, and shares what others may find of it."""
+        if len(chunk.tokens):
+            self.timing.prefilled()
+            rows = fill_rows(self.runner.empty_rows(1), [sequence], [chunk.view], self.runner.plan)
+            choice = self.runner.prefill(
+                chunk.tokens, chunk.start, rows, forced=sequence.forced(1)[0],
+                allowed=self._valid, wants_top=_wants_top(sequence),
+            )  # fmt: skip
+            sequence.cached = chunk.end
+            if sequence.length == sequence.prompt_len == chunk.end:
+                self._flights.append(_Flight(choice, [(0, sequence)], burst=False))
+        self.scheduler.share(sequence, chunk.start)
+        if target := self.scheduler.copy_target(sequence):
+            name, slot = target
+            self.runner.copy(sequence.slot, slot)
+            self.scheduler.prefix.keep(name, slot)
+
+    def _make_room(self, sequence: Sequence, tokens: int) -> tuple[list[Event], bool]:
+        """Lets others give way until a sequence has pages for `tokens`; whether it has them."""
+        events: list[Event] = []
+        while (victim := self.scheduler.reserve(sequence, tokens)) is not None:
+            if victim is sequence:
+                return events, False
+            events += self._read_one(victim)
+            if victim.finish_reason is None:
+                for flight in self._flights:  # its first token is chosen again
+                    flight.rows = [(row, s) for row, s in flight.rows if s is not victim]
+                self.scheduler.preempt(victim)
+        return events, True
+
+    def _burst(self) -> list[Event]:
+        """Starts a burst of everybody whose prompt is in the cache, as far as there is room."""
+        events, sequences = list[Event](), list[Sequence]()
+        ready = [s for s in self.scheduler.running if s.decoding and s.tokens_left]
+        for sequence in sorted(ready, key=lambda s: s.rank):
+            if sequence not in self.scheduler.running:
+                continue  # it gave way
+            steps = min(self.shapes.burst, sequence.tokens_left)
+            made, room = self._make_room(sequence, sequence.length - 1 + steps)
+            events += made
+            if room:
+                sequences.append(sequence)
+        sequences = [s for s in sequences if s in self.scheduler.running]
+        if not sequences:
+            return events
+        batch = device.Shapes.bucket(self.shapes.batches, len(sequences))
+        rows = fill_rows(
+            self.runner.empty_rows(batch), sequences, [s.view() for s in sequences],
+            self.runner.plan,
+        )  # fmt: skip
+        decode = fill_decode(self.runner.empty_decode(batch), sequences)
+        decode.allowed[:] = self._valid
+        decode = decode._replace(
+            wants_top=np.array(any(map(_wants_top, sequences))),
+            patience=np.array(self.timing.patience, np.float32),
+        )
+        choices = self.runner.decode(rows, decode)
+        self._flights.append(_Flight(choices, list(enumerate(sequences)), burst=True))
+        self.timing.launched()
         return events
 
     def _request_stop_ids(self, request: Request) -> frozenset[int]:
         own = frozenset() if request.params.ignore_eos else self._stop_ids
         return own | frozenset(request.params.stop_token_ids)
 
-    def _rows(self, sequences: list[Sequence], batch: int) -> device.Rows:
-        rows = self.runner.empty_rows(batch)
-        views = [sequence.view() for sequence in sequences]
-        for row, (sequence, view) in enumerate(zip(sequences, views)):
-            rows.block_table[row, : len(sequence.pages)] = sequence.pages
-            for name in ("page", "span", "block"):
-                getattr(rows.mask, name)[row] = getattr(view, name)
-            rows.mask.count[row], rows.slot[row] = view.count, sequence.slot
-            params, sampling = sequence.request.params, rows.sampling
-            sampling.temperature[row] = params.temperature
-            sampling.top_p[row] = params.top_p
-            sampling.top_k[row] = params.top_k
-            sampling.presence_penalty[row] = params.presence_penalty
-            sampling.key[row] = sequence.key
-            sampling.generated[row] = len(sequence.tokens)
-        validate(rows.mask, self.runner.plan.num_pages, self.config.page_size)
-        return rows
-
 
 @dataclasses.dataclass
-class _Unread:
-    """What the last call of a device program chose.
+class _Flight:
+    """A call of a device program whose choices the host has not taken.
 
     Attributes:
       choices: [K, B], on the device.
-      rows: (row, sequence) of those that have not taken all of theirs.
-      taken: tokens that the first of them has taken.
+      rows: (row, sequence) of those that have not taken theirs.
+      burst: whether it is a burst.
     """
 
     choices: device.Choice
     rows: list[tuple[int, Sequence]]
-    taken: int = 0
+    burst: bool
+
+
+def _snapshots(config: EngineConfig, model: ModelConfig) -> int:
+    """Slots for copies of rings and states."""
+    needs = model.layers_of("sliding") or model.layers_of("recurrent")
+    return config.prefix_snapshots if needs and config.prefix_cache else 0
+
+
+def _root(model: Decoder, plan: pools.CachePlan) -> bytes:
+    """What stands for the model in the names of pages: all that shapes what they hold."""
+    return repr((model.config, plan.dtype, model.dtype.name, sorted(plan.pages))).encode()
 
 
 def shapes(config: EngineConfig, max_len: int, stop_ids: int) -> device.Shapes:
@@ -361,7 +475,15 @@ def _wants_top(sequence: Sequence) -> bool:
     return bool(sequence.request.params.logprobs)
 
 
-def _host_choice(choice: device.Choice, at: tuple[int, int], sequence: Sequence) -> TokenLogprob:
+def _host_choices(choices: device.Choice, row: int, sequence: Sequence) -> list[TokenLogprob]:
+    """What a row chose, in order."""
+    tokens = choices.token[:, row]
+    count = int(np.count_nonzero(tokens >= 0))
     wanted = sequence.request.params.logprobs or 0
-    top = zip(choice.top_ids[at][:wanted].tolist(), choice.top_logprobs[at][:wanted].tolist())
-    return TokenLogprob(int(choice.token[at]), float(choice.logprob[at]), tuple(top))
+    tops: Iterable[tuple[tuple[int, float], ...]] = itertools.repeat((), count)
+    if wanted:
+        ids = choices.top_ids[:count, row, :wanted].tolist()
+        values = choices.top_logprobs[:count, row, :wanted].tolist()
+        tops = (tuple(zip(*pair)) for pair in zip(ids, values))
+    logprobs = choices.logprob[:count, row].tolist()
+    return list(map(TokenLogprob, tokens[:count].tolist(), logprobs, tops))

@@ -82,6 +82,8 @@ class Request:
         Nothing ends the response before they are used up.
       answer_mode: what `<answer>` does: `local`, `keep` or `global`.
       scaffold: what stays visible besides chunks: `all`, or `paper` (16 tokens and the question).
+      priority: smaller goes first; among equals whoever came first.
+      deadline: seconds after it was added; then it ends with what it has. None for no deadline.
     """
 
     prompt: PromptMap
@@ -90,8 +92,14 @@ class Request:
     forced: tuple[int, ...] = ()
     answer_mode: AnswerMode = "local"
     scaffold: Scaffold = "all"
+    priority: int = 0
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
+            raise ValueError(f"priority is {self.priority!r}; it must be a whole number")
+        if self.deadline is not None and not self.deadline > 0:
+            raise ValueError(f"deadline is {self.deadline!r}; it must be seconds above 0, or None")
         for name, choices in (("answer_mode", AnswerMode), ("scaffold", Scaffold)):
             if getattr(self, name) not in get_args(choices):
                 known = ", ".join(get_args(choices))
@@ -115,7 +123,7 @@ class Response:
       text: the response as the client sees it: without special tokens other than the markers of
         thoughts, cut before a stop string.
       answer: the last `<answer>`, else the last LOCAL text, else the whole text after the thoughts.
-      finish_reason: `stop`, `length`, `cancelled` or `tool_call`.
+      finish_reason: `stop`, `length`, `tool_call`, `cancelled` or `deadline`.
       prompt_tokens, completion_tokens: counts; a stop token counts as a token.
       token_ids: every token that was computed.
       segments: (text, mode) pieces of the raw text in order.

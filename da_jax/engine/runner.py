@@ -1,4 +1,4 @@
-"""The device programs: prefill of one chunk, and a burst of decode steps.
+"""The device programs: prefill of one chunk, a burst of decode steps, and a copy between slots.
 
 A program sees only arrays of a few fixed shapes, those of `Shapes`; masks, lengths and
 sampling parameters are data. After `warm_up` nothing compiles.
@@ -6,10 +6,12 @@ sampling parameters are data. After `warm_up` nothing compiles.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,8 @@ from da_jax.models.decoder import Decoder
 
 FREE = 2**31 - 1
 """The room of a row that never pauses: nothing that it writes changes what it sees."""
+COMPILERS = min(os.cpu_count() or 1, 8)
+"""Programs that are compiled at once."""
 PAUSE = 2**30
 """The cost of a token at which a tag can end: it uses up any room but `FREE`."""
 
@@ -80,20 +84,30 @@ class DecodeRows(NamedTuple):
       position: int32 [B], its absolute position.
       steps: int32 [B], most steps of this row in this burst; 0 for an empty row.
       room: int32 [B], what the row's tokens may cost before its mode may have changed, or `FREE`.
+        Nothing costs before a tag may have begun.
+      open: bool [B], whether a tag may have begun.
+      guided: bool [B], whether the row also pauses where a tag may have begun.
       stop_ids: int32 [B, S], token ids at which the row pauses; -1 for none.
       forced: int32 [B, K], tokens to take instead of choosing; -1 for none.
-      seen: bool [B, V], tokens that a response with a presence penalty already has.
+      seen: bits [B, V], see `packed`: tokens that a response with a presence penalty already has.
+      allowed: bits [B, V], tokens that may be chosen.
       wants_top: bool [], whether any row wants the likeliest alternatives.
+      patience: float32 [], steps of an idle batch that the burst may waste on paused rows: it ends
+        when the steps of paused rows, over the number of rows that began, exceed it.
     """
 
     token: np.ndarray
     position: np.ndarray
     steps: np.ndarray
     room: np.ndarray
+    open: np.ndarray
+    guided: np.ndarray
     stop_ids: np.ndarray
     forced: np.ndarray
     seen: np.ndarray
+    allowed: np.ndarray
     wants_top: np.ndarray
+    patience: np.ndarray
 
 
 class Choice(NamedTuple):
@@ -111,6 +125,19 @@ class Choice(NamedTuple):
     top_ids: jax.Array
     top_logprobs: jax.Array
     entries: jax.Array
+
+
+def packed(ids: Iterable[int], words: int) -> np.ndarray:
+    """uint32 [words], bit i % 32 of word i // 32 set for each id i: a set of tokens."""
+    bits = np.zeros(words * 32, bool)
+    bits[list(ids)] = True
+    return np.packbits(bits, bitorder="little").view("<u4")
+
+
+def unpacked(bits: jax.Array, size: int) -> jax.Array:
+    """bool [B, size] from uint32 [B, words], see `packed`."""
+    ids = jnp.arange(size)
+    return (bits[:, ids // 32] >> (ids % 32).astype(jnp.uint32) & 1).astype(bool)
 
 
 def forward(
@@ -155,7 +182,7 @@ class Runner:
       shapes: static shapes.
       plan: sizes of the caches.
       costs: int32 [V], bytes that each token writes, and `PAUSE` where its text contains `>`.
-      valid: bool [V], tokens that may be chosen.
+      opens: bool [V], tokens whose text contains `<`.
       impl: attention backend, None to choose by platform.
       caches: what is allocated already, or only described; None allocates them.
     """
@@ -167,75 +194,101 @@ class Runner:
         plan: pools.CachePlan,
         *,
         costs: np.ndarray,
-        valid: np.ndarray,
+        opens: np.ndarray,
         impl: str | None = None,
         caches: pools.Caches | None = None,
     ):
         self.shapes, self.plan, self.impl = shapes, plan, impl
         self._graph, self._state = nnx.split(model)
-        self.caches = self._allocate() if caches is None else caches
         self._vocabulary = model.config.vocab_size
-        self._costs, self._valid = jnp.asarray(costs), jnp.asarray(valid)
+        self._costs, self._opens = costs, opens
         # An accelerator would multiply float32 in bfloat16 passes; who asks for float32 wants it.
         exact = model.dtype == jnp.float32
-        precise = jax.default_matmul_precision("highest" if exact else "default")
-        self._prefill = precise(jax.jit(self.prefill_program, donate_argnames="caches"))
-        self._decode = precise(jax.jit(self.decode_program, donate_argnames="caches"))
-
-    def _allocate(self) -> pools.Caches:
-        """Zeroed caches where the programs leave them, or their second call would compile anew."""
+        self._precision = "highest" if exact else "default"
         weights = jax.tree.leaves(self._state)
         tables = [leaf for leaf in weights if host_table.on_host(leaf)]
-        where = host_table.beside(tables[0]) if tables else weights[0].sharding
-        return jax.device_put(pools.allocate(self.plan), where)
+        self._where = host_table.beside(tables[0]) if tables else weights[0].sharding
+        self.caches = self._allocate() if caches is None else caches
+        self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
+
+    def _allocate(self) -> pools.Caches:
+        return jax.device_put(pools.allocate(self.plan), self._where)
+
+    def _put(self, tree: Any) -> Any:
+        """Inputs of a program, on the device."""
+        return jax.device_put(tree, self._where)
 
     def prefill(
-        self, tokens: np.ndarray, position: int, rows: Rows, *, forced: int, wants_top: bool
+        self,
+        tokens: np.ndarray,
+        position: int,
+        rows: Rows,
+        *,
+        forced: int,
+        allowed: np.ndarray,
+        wants_top: bool,
     ) -> Choice:
-        """Runs one chunk of one prompt; the choice, on the device, is what follows its last token.
+        """Feeds one chunk of one sequence; the choice, on the device, follows its last token.
 
         Args:
           tokens: int32 [n], n at most the largest chunk.
           position: absolute position of tokens[0].
           rows: one row.
           forced: the token to take instead of choosing, -1 for none.
+          allowed: uint32 [words], tokens that may be chosen, see `packed`.
           wants_top: whether to report the likeliest tokens.
         """
-        padded = np.zeros((1, Shapes.bucket(self.shapes.chunks, len(tokens))), np.int32)
-        padded[0, : len(tokens)] = tokens
-        self.caches, choice = self._prefill(
-            self._state, caches=self.caches, tokens=padded,
-            position=np.array([position], np.int32), q_lens=np.array([len(tokens)], np.int32),
-            rows=rows, forced=np.array([forced], np.int32), wants_top=np.array(wants_top),
-        )  # fmt: skip
-        return choice
+        inputs = self._prefill_inputs(Shapes.bucket(self.shapes.chunks, len(tokens)), rows)
+        inputs["tokens"][0, : len(tokens)] = tokens
+        inputs["position"][0], inputs["q_lens"][0] = position, len(tokens)
+        inputs["forced"][0], inputs["allowed"][0] = forced, allowed
+        return self._call("prefill", inputs | {"wants_top": np.array(wants_top)})
 
     def decode(self, rows: Rows, decode: DecodeRows) -> Choice:
         """Runs a burst; the choices are on the device.
 
         Each row stops early when its room is used up or at one of its stop ids.
         """
-        self.caches, choice = self._decode(
-            self._state, caches=self.caches, rows=rows, decode=decode
-        )
-        return choice
+        return self._call("decode", {"rows": rows, "decode": decode})
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies rings and states from one slot to another."""
+        self._call("copy", {"source": np.int32(source), "target": np.int32(target)})
+
+    def _call(self, kind: str, inputs: dict[str, Any]) -> Any:
+        run = self._compiled[kind, program_size(kind, inputs)]
+        self.caches, result = run(self._state, caches=self.caches, **self._put(inputs))
+        return result
+
+    def programs(self) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+        """Every program that ever runs: (kind, function, inputs that change nothing)."""
+        for size in self.shapes.chunks:
+            yield "prefill", self.prefill_program, self._prefill_inputs(size, self.empty_rows(1))
+        for batch in self.shapes.batches:
+            inputs = {"rows": self.empty_rows(batch), "decode": self.empty_decode(batch)}
+            yield "decode", self.decode_program, inputs
+        if self.plan.rings or self.plan.states:
+            last = np.int32(self.plan.num_slots - 1)
+            yield "copy", self.copy_program, {"source": last, "target": last}
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compiles every program by running it on empty rows, which change nothing."""
-        work = list(self._empty_calls())
-        for done, call in enumerate(work):
-            progress(done, len(work))
-            call()
-        progress(len(work), len(work))
-
-    def _empty_calls(self) -> Iterator[Callable[[], Choice]]:
-        for size in self.shapes.chunks:
-            yield functools.partial(
-                self.prefill, np.zeros(size, np.int32), 0, self.empty_rows(1),
-                forced=-1, wants_top=False,
-            )  # fmt: skip
-        for batch in self.shapes.batches:
-            yield functools.partial(self.decode, self.empty_rows(batch), self.empty_decode(batch))
+        """Compiles every program, several at a time, and runs each once on empty rows."""
+        work = list(self.programs())
+        progress(0, len(work))
+        with (
+            jax.default_matmul_precision(self._precision),
+            concurrent.futures.ThreadPoolExecutor(COMPILERS) as compilers,
+        ):
+            compiling = []
+            for kind, program, inputs in work:
+                named = functools.partial(jax.jit, donate_argnames="caches")(program)
+                lowered = named.lower(self._state, caches=self.caches, **self._put(inputs))
+                compiling.append((kind, inputs, compilers.submit(lowered.compile)))
+            for done, (kind, inputs, compiled) in enumerate(compiling, 1):
+                self._compiled[kind, program_size(kind, inputs)] = compiled.result()
+                progress(done, len(work))
+        for kind, _, inputs in work:
+            self._call(kind, inputs)
 
     def empty_rows(self, batch: int) -> Rows:
         """Rows of no sequence: they see nothing, and what they write is dropped."""
@@ -261,13 +314,35 @@ class Runner:
             position=np.zeros(batch, np.int32),
             steps=np.zeros(batch, np.int32),
             room=np.full(batch, FREE, np.int32),
+            open=np.zeros(batch, bool),
+            guided=np.zeros(batch, bool),
             stop_ids=np.full((batch, self.shapes.stop_ids), -1, np.int32),
             forced=np.full((batch, self.shapes.burst), -1, np.int32),
-            seen=np.zeros((batch, self._vocabulary), bool),
+            seen=np.zeros((batch, self.words), np.uint32),
+            allowed=np.zeros((batch, self.words), np.uint32),
             wants_top=np.array(False),
+            patience=np.zeros((), np.float32),
         )
 
-    def prefill_program(self, state, *, caches, tokens, position, q_lens, rows, forced, wants_top):
+    @property
+    def words(self) -> int:
+        """Length of a `packed` set of tokens."""
+        return -(-self._vocabulary // 32)
+
+    def _prefill_inputs(self, size: int, rows: Rows) -> dict[str, Any]:
+        return {
+            "tokens": np.zeros((1, size), np.int32),
+            "position": np.zeros(1, np.int32),
+            "q_lens": np.zeros(1, np.int32),
+            "rows": rows,
+            "forced": np.full(1, -1, np.int32),
+            "allowed": np.zeros((1, self.words), np.uint32),
+            "wants_top": np.array(False),
+        }
+
+    def prefill_program(
+        self, state, *, caches, tokens, position, q_lens, rows, forced, allowed, wants_top
+    ):
         """What `prefill` compiles."""
         model = nnx.merge(self._graph, state)
         held = states.take(caches, rows.slot, position)
@@ -277,60 +352,77 @@ class Runner:
         caches = states.put(caches, held, rows.slot)
         last = jnp.take_along_axis(hidden, (q_lens - 1)[:, None, None], axis=1)[:, 0]
         seen = jnp.zeros((tokens.shape[0], self._vocabulary), bool)
-        choice = self._choose(model, last, seen, rows.sampling, wants_top, entries, forced)
+        allowed = unpacked(allowed, self._vocabulary)
+        choice = self._choose(model, last, seen, allowed, rows.sampling, wants_top, entries, forced)
         return caches, jax.tree.map(lambda x: x[None], choice)  # as of a burst of one step
 
     def decode_program(self, state, *, caches, rows, decode):
         """What `decode` compiles."""
         model = nnx.merge(self._graph, state)
         batch, burst = decode.forced.shape
+        allowed = unpacked(decode.allowed, self._vocabulary)
+        costs, opens = jnp.asarray(self._costs), jnp.asarray(self._opens)
         out = jax.tree.map(
             lambda x: jnp.full((burst, *x.shape), -1 if x.dtype == jnp.int32 else 0, x.dtype),
             self._empty_choice(batch),
         )
+        began = jnp.sum(decode.steps > 0)
 
-        def running(carry):
-            step, active, *_ = carry
-            return (step < burst) & jnp.any(active)
+        def running(carry: _Burst) -> jax.Array:
+            patient = carry.wasted <= decode.patience * began
+            return (carry.step < burst) & jnp.any(carry.active) & patient
 
-        def body(carry):
-            step, active, token, position, room, held, seen, out = carry
+        def body(carry: _Burst) -> _Burst:
+            step, active = carry.step, carry.active
             hidden, held, entries = forward(
-                model, self.plan, held, token[:, None], position, active.astype(jnp.int32), rows,
-                impl=self.impl,
+                model, self.plan, carry.held, carry.token[:, None], carry.position,
+                active.astype(jnp.int32), rows, impl=self.impl,
             )  # fmt: skip
             sampling = rows.sampling._replace(generated=rows.sampling.generated + step)
             choice = self._choose(
-                model, hidden[:, 0], seen, sampling, decode.wants_top, entries,
+                model, hidden[:, 0], carry.seen, allowed, sampling, decode.wants_top, entries,
                 decode.forced[:, step],
             )  # fmt: skip
-            seen = seen.at[jnp.arange(batch), choice.token].set(True)
-            out = jax.tree.map(
-                lambda all_steps, now: all_steps.at[step].set(
-                    jnp.where(active.reshape(-1, *[1] * (now.ndim - 1)), now, all_steps[step])
+            token = choice.token
+            opened = opens[token]
+            open_ = carry.open | opened
+            cost = costs[token]
+            cost = jnp.where(open_ | (cost >= PAUSE), cost, 0)
+            room = jnp.where(carry.room == FREE, FREE, carry.room - cost)
+            stops = jnp.any(decode.stop_ids == token[:, None], axis=1) | (decode.guided & opened)
+            goes_on = active & (room > 0) & ~stops & (step + 1 < decode.steps)
+            return _Burst(
+                step=step + 1,
+                active=goes_on,
+                token=jnp.where(active, token, carry.token),
+                position=carry.position + active.astype(jnp.int32),
+                room=room,
+                open=open_,
+                wasted=carry.wasted + began - jnp.sum(goes_on),
+                held=held,
+                seen=carry.seen.at[jnp.arange(batch), token].set(True),
+                out=jax.tree.map(
+                    lambda all_steps, now: all_steps.at[step].set(
+                        jnp.where(active.reshape(-1, *[1] * (now.ndim - 1)), now, all_steps[step])
+                    ),
+                    carry.out,
+                    choice,
                 ),
-                out,
-                choice,
-            )
-            room = jnp.where(room == FREE, FREE, room - self._costs[choice.token])
-            stops = jnp.any(decode.stop_ids == choice.token[:, None], axis=1)
-            return (
-                step + 1,
-                active & (room > 0) & ~stops & (step + 1 < decode.steps),
-                jnp.where(active, choice.token, token),
-                position + active.astype(jnp.int32),
-                room,
-                held,
-                seen,
-                out,
             )
 
-        start = (
-            jnp.int32(0), decode.steps > 0, decode.token, decode.position, decode.room,
-            states.take(caches, rows.slot, decode.position), decode.seen, out,
+        start = _Burst(
+            step=jnp.int32(0), active=decode.steps > 0, token=decode.token,
+            position=decode.position, room=decode.room, open=decode.open, wasted=jnp.int32(0),
+            held=states.take(caches, rows.slot, decode.position),
+            seen=unpacked(decode.seen, self._vocabulary), out=out,
         )  # fmt: skip
-        *_, held, _, out = jax.lax.while_loop(running, body, start)
-        return states.put(caches, held, rows.slot), out
+        end = jax.lax.while_loop(running, body, start)
+        return states.put(caches, end.held, rows.slot), end.out
+
+    def copy_program(self, state, *, caches, source, target):
+        """What `copy` compiles."""
+        del state
+        return states.copy(caches, source, target, self.plan.num_slots), None
 
     def _empty_choice(self, batch: int) -> Choice:
         return Choice(
@@ -341,19 +433,41 @@ class Runner:
             entries=jnp.zeros(batch, jnp.int32),
         )
 
-    def _choose(self, model, hidden, seen, sampling, wants_top, entries, forced) -> Choice:
+    def _choose(self, model, hidden, seen, allowed, sampling, wants_top, entries, forced) -> Choice:
         logits = model.logits(hidden)  # [B, V]
-        allowed = jnp.where(self._valid, logits, -jnp.inf)
-        token = jnp.where(forced >= 0, forced, choose(allowed, seen, sampling))
+        possible = jnp.where(allowed, logits, -jnp.inf)
+        token = jnp.where(forced >= 0, forced, choose(possible, seen, sampling))
         total = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
         empty = self._empty_choice(hidden.shape[0])
         top_logits, top_ids = jax.lax.cond(
             wants_top,
-            lambda: _top(allowed),
+            lambda: _top(possible),
             lambda: (empty.top_logprobs, empty.top_ids),
         )
         return Choice(token, chosen - total, top_ids, top_logits - total[:, None], entries)
+
+
+class _Burst(NamedTuple):
+    """The state of a burst: how far it is, and its rows [B]."""
+
+    step: jax.Array
+    active: jax.Array
+    token: jax.Array
+    position: jax.Array
+    room: jax.Array
+    open: jax.Array
+    wasted: jax.Array
+    held: pools.Caches
+    seen: jax.Array
+    out: Choice
+
+
+def program_size(kind: str, inputs: dict[str, Any]) -> int:
+    """What tells the programs of a kind apart: chunk, or batch."""
+    if kind == "prefill":
+        return inputs["tokens"].shape[1]
+    return inputs["decode"].token.shape[0] if kind == "decode" else 0
 
 
 def _top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

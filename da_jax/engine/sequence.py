@@ -1,9 +1,16 @@
-"""One running request: its text, its mode, what it sees, and when it ends. Host side only."""
+"""One running request: its text, its mode, what it sees, and when it ends. Host side only.
+
+A response token goes two ways. `receive` takes it from the device, which is all that the next burst
+needs as long as no tag can have ended; `read` turns it into text and events, later if need be.
+"""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -30,19 +37,38 @@ MOST_PENDING_BYTES = 3
 
 
 @dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Tokens of a sequence that one prefill step feeds.
+
+    Attributes:
+      tokens: int32 [n].
+      start: absolute position of the first.
+      view: what they see, each only up to itself.
+    """
+
+    tokens: np.ndarray
+    start: int
+    view: View
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
 class View:
     """What a mode shows of one sequence.
 
     Attributes:
       prompt_tokens: visible tokens of the prompt.
-      page, span, block: int32 [W] entries of the block mask, ascending by position; they reach to
-        the end of the sequence's pages.
+      span, block: int32 [W] entries of the block mask, ascending by position; they reach to the
+        longest length of the sequence. Their pages are those of the blocks.
       count: entries in use.
       first: int64 [count], absolute position of the first valid slot of each entry.
     """
 
     prompt_tokens: int
-    page: np.ndarray
     span: np.ndarray
     block: np.ndarray
     count: int
@@ -65,6 +91,15 @@ class Sequence:
       max_len: most tokens of prompt and response.
       page_size: tokens a page.
       entries: width of a block mask.
+      ends_at: when it ends unfinished, in seconds of the engine's clock; None for never.
+
+    Attributes:
+      rank: who goes first, the smallest: priority, then arrival.
+      pages: int32, physical pages in order; they grow with the sequence.
+      slot: where its rings and states are; -1 while it waits.
+      cached: tokens of prompt and response that are in the cache.
+      names: of the whole pages of the prompt, see `cache.prefix`; None until somebody asks.
+      tokens: response tokens that were read.
     """
 
     def __init__(
@@ -78,12 +113,17 @@ class Sequence:
         max_len: int,
         page_size: int,
         entries: int,
+        ends_at: float | None = None,
     ):
         self.request_id, self.request = request_id, request
+        self.rank: tuple[float, int] = (request.priority, request_id)
         self.max_len, self.stop_ids, self.key = max_len, stop_ids, key
+        self.ends_at = ends_at
         self.pages, self.slot = np.zeros(0, np.int32), -1
-        self.prefilled = 0
+        self.cached = 0
+        self.names: list[bytes] | None = None
         self.tokens: list[int] = []
+        self._unread: deque[TokenLogprob] = deque()
         self.finish_reason: str | None = None
         self._page_size, self._width = page_size, entries
         self._decoder = IncrementalDecoder(table)
@@ -103,6 +143,18 @@ class Sequence:
         self._known_borders, self._shown_mode = 1, Mode.GLOBAL
         self._view = functools.cache(self._build_view)
 
+    @functools.cached_property
+    def _views(self) -> list[tuple[int, View]]:
+        """From which position on tokens are fed under which view, as far as they were read.
+
+        The prompt is prefilled with everything visible, apart from its last token, which gives the
+        first token of the response.
+        """
+        views, first = [(0, self._view(Mode.GLOBAL, ()))], self.view()
+        if first is not views[0][1]:
+            views.append((self.prompt_len - 1, first))
+        return views
+
     @property
     def prompt_len(self) -> int:
         """Tokens of the prompt."""
@@ -111,16 +163,55 @@ class Sequence:
     @property
     def tokens_left(self) -> int:
         """Tokens that may still be generated."""
-        return self.max_len - self.prompt_len - len(self.tokens)
+        return self.max_len - self.length
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response so far, unread ones too."""
+        return self.prompt_len + len(self.tokens) + len(self._unread)
+
+    @property
+    def last_token(self) -> int:
+        """The newest response token."""
+        return self._unread[-1].token_id if self._unread else self.tokens[-1]
+
+    @property
+    def unread(self) -> list[int]:
+        """The response tokens that were received and not yet read."""
+        return [choice.token_id for choice in self._unread]
+
+    @property
+    def generated(self) -> list[int]:
+        """The response tokens so far, unread ones too."""
+        return [*self.tokens, *self.unread]
+
+    @property
+    def fed(self) -> int:
+        """Tokens that must be in the cache before the next one can be chosen by a burst.
+
+        The newest response token is fed by the burst itself. Without a response it is the whole
+        prompt, whose last token gives the first choice.
+        """
+        return max(self.prompt_len, self.length - 1)
 
     @property
     def decoding(self) -> bool:
-        """Whether the whole prompt is in the cache."""
-        return self.prefilled == self.prompt_len
+        """Whether the next token comes from a burst."""
+        return self.length > self.prompt_len and self.cached >= self.fed
+
+    @property
+    def shareable(self) -> int:
+        """Tokens of the prompt that are prefilled with everything visible."""
+        return min([self.prompt_len, *(start for start, _ in self._views[1:2])])
+
+    @property
+    def open(self) -> bool:
+        """Whether a tag may have begun in what was read."""
+        return self._tracker.open
 
     @property
     def room(self) -> int | None:
-        """Bytes after which what it sees may have changed, though no `>` was written.
+        """Bytes from the next `<` on (from now on, if `open`) that change nothing it sees.
 
         None if nothing that it writes changes what it sees.
         """
@@ -129,9 +220,24 @@ class Sequence:
         room = self._tracker.room
         return None if room is None else room - MOST_PENDING_BYTES
 
-    def place(self, pages: list[int], slot: int) -> None:
-        """Gives the sequence the pages of its whole life, and its slot."""
-        self.pages, self.slot = np.asarray(pages, np.int32), slot
+    def next_chunk(self, longest: int, border: int | None = None) -> Chunk:
+        """The tokens to feed next, of one view: at most `longest`, none beyond `border`."""
+        start = self.cached
+        at = bisect.bisect_right(self._views, start, key=lambda entry: entry[0]) - 1
+        end = min(start + longest, self.fed)
+        if at + 1 < len(self._views):
+            end = min(end, self._views[at + 1][0])
+        if border is not None and start < border:
+            end = min(end, border)
+        prompt, length = self.request.prompt.ids[start:end], self.prompt_len
+        response = self.tokens[max(start - length, 0) : max(end - length, 0)]
+        tokens = np.concatenate([prompt, np.asarray(response, np.int32)])
+        return Chunk(tokens, start, self._views[at][1])
+
+    def lose_cache(self) -> None:
+        """Forgets pages and slot; its tokens are computed anew under the views that they had."""
+        assert not self._unread
+        self.pages, self.slot, self.cached = np.zeros(0, np.int32), -1, 0
 
     def view(self) -> View:
         """What the next forward pass of this sequence sees."""
@@ -141,13 +247,26 @@ class Sequence:
 
     def forced(self, count: int) -> list[int]:
         """The next `count` response tokens that are given, -1 where the model chooses."""
-        start = len(self.tokens)
+        start = self.length - self.prompt_len
         given = self.request.forced[start : start + count]
         return [*given, *[-1] * (count - len(given))]
 
-    def accept(self, choice: TokenLogprob) -> list[Event]:
-        """Takes the next response token and says what it brought about."""
+    def receive(self, choices: Iterable[TokenLogprob]) -> None:
+        """Takes response tokens that a program chose, the last of them not yet in the cache."""
+        self._unread.extend(choices)
+        self.cached = self.fed
+
+    def read(self) -> list[Event]:
+        """Reads what was received; says what it brought about. What follows an end is dropped."""
+        events: list[Event] = []
+        while self._unread and self.finish_reason is None:
+            events += self._accept(self._unread[0])
+        self._unread.clear()
+        return events
+
+    def _accept(self, choice: TokenLogprob) -> list[Event]:
         self._account()
+        self._unread.popleft()
         self.tokens.append(choice.token_id)
         if self.request.params.logprobs is not None:
             self._logprobs.append(choice)
@@ -171,10 +290,12 @@ class Sequence:
 
     def _account(self) -> None:
         """Records the decode step that led to the next token: it saw the present view."""
-        if not self.tokens:
+        views, view, fed = self._views, self.view(), len(self.tokens)
+        if not fed:
             self._trace.prefill()
             return
-        view, fed = self.view(), len(self.tokens)
+        if view is not views[-1][1]:
+            views.append((self.prompt_len + fed - 1, view))
         read = view.entries(self.prompt_len + fed) * self._page_size
         self._trace.record(self._tracker.mode, view.prompt_tokens + fed, read)
 
@@ -185,7 +306,7 @@ class Sequence:
             return "stop"
         if self._tracker.tool_ended:
             return "tool_call"
-        return None if self.tokens_left else "length"
+        return "length" if self.prompt_len + len(self.tokens) == self.max_len else None
 
     def _read(self, text: str, *, hidden: bool) -> list[Event]:
         """Scans new text, and passes it on unless a special token wrote it."""
@@ -229,13 +350,13 @@ class Sequence:
     def _build_view(self, mode: Mode, focus: tuple[int, ...]) -> View:
         prompt = self.request.prompt
         spans = visible_spans(prompt, mode, focus, self.request.scaffold)
-        capacity = len(self.pages) * self._page_size
+        blocks = -(-self.max_len // self._page_size)
         # The prompt ends with the question, which is visible: its span takes in the response.
-        reach = (*spans[:-1], (spans[-1][0], capacity))
-        page, span, block, count = compact(self.pages, reach, self._page_size, self._width)
+        reach = (*spans[:-1], (spans[-1][0], blocks * self._page_size))
+        _, span, block, count = compact(np.arange(blocks), reach, self._page_size, self._width)
         first = block[:count].astype(np.int64) * self._page_size + (span[:count] & 0xFFFF)
         seen = sum(end - start for start, end in spans)
-        return View(seen, page, span, block, count, first)
+        return View(seen, span, block, count, first)
 
     def _response(self) -> Response:
         assert self.finish_reason is not None

@@ -159,8 +159,15 @@ class ModeTracker:
         return self._take(self._scanner.finish())
 
     @property
+    def open(self) -> bool:
+        """Whether a ``<`` was read that may still become a tag."""
+        return self._scanner.open
+
+    @property
     def room(self) -> int | None:
         """Characters, none of them ``>``, before the last of which the mode cannot change.
+
+        They count from the next ``<`` on where none is `open`.
 
         None in the arm ``vanilla``, where it never does.
         """

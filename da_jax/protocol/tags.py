@@ -193,8 +193,16 @@ class TagScanner:
         return events
 
     @property
+    def open(self) -> bool:
+        """Whether a ``<`` was read that may still become a tag or a marker."""
+        return self._state is not _State.TEXT
+
+    @property
     def room(self) -> int:
-        """Characters, none of them ``>``, before the last of which no event can come."""
+        """Characters, none of them ``>``, before the last of which no event can come.
+
+        They count from the next ``<`` on where none is `open`.
+        """
         if self._state is _State.TEXT or self._quoting:
             return _SLACK  # a tag that grows too long has yet to begin
         if self._state is _State.HEAD:

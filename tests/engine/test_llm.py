@@ -141,7 +141,6 @@ def test_a_focus_on_more_chunks_than_the_mask_has_room_for_is_declined(random_ll
         0, many, random_llm.engine.table, frozenset(), key=np.zeros(2, np.uint32), max_len=500,
         page_size=16, entries=40,
     )  # fmt: skip
-    tight.place(list(range(32)), slot=0)
     most = tight._most_ids()
     assert most == 40 - 32 - 2
     for count in (most, most + 1):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from da_jax import Arm, Done, SamplingParams
 from da_jax.engine.detokenize import TokenTable
 from da_jax.engine.engine import token_costs
+from da_jax.engine.runner import PAUSE
 from da_jax.engine.request import Request, TokenLogprob
 from da_jax.engine.sequence import Sequence
 from da_jax.protocol.prompt import PromptMap
@@ -22,6 +23,7 @@ PIECES = [
     *(b"\xe6", b"\xf0\x9f", b"\x99", b"\xed", b"\xa0", b"\xff" * 3, b"<|im_start|>"),
 ]  # fmt: skip
 TABLE = TokenTable(PIECES, special=[PIECES.index(b"<|im_start|>")])
+OPENS = TABLE.contains(b"<")
 
 
 def sequence_of(arm, tokens):
@@ -30,22 +32,23 @@ def sequence_of(arm, tokens):
         0, request, TABLE, frozenset(), key=np.zeros(2, np.uint32), max_len=9 + tokens + 1,
         page_size=4, entries=500,
     )  # fmt: skip
-    sequence.place(list(range(-(-(10 + tokens) // 4))), slot=0)
     return sequence
 
 
 def run(tokens):
     """Feeds tokens as the device would have chosen them; the view may change at a pause only."""
     sequence, costs = sequence_of(Arm.DA, len(tokens)), token_costs(TABLE)
-    left, changes = sequence.room, 0
+    left, begun, changes = sequence.room, sequence.open, 0
     for token in tokens:
         before = sequence.view()
-        sequence.accept(TokenLogprob(token, 0.0))
-        left -= int(costs[token])
+        sequence.receive([TokenLogprob(token, 0.0)])
+        sequence.read()
+        begun |= bool(OPENS[token])
+        left -= int(costs[token]) if begun or costs[token] >= PAUSE else 0
         changes += sequence.view() is not before
         assert left <= 0 or sequence.view() is before
         if left <= 0:
-            left = sequence.room
+            left, begun = sequence.room, sequence.open
     return changes
 
 

@@ -1,0 +1,62 @@
+"""Builds the host arrays of a program's rows from the sequences that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+
+from da_jax.cache.pools import CachePlan
+from da_jax.engine import runner as device
+from da_jax.engine.sequence import Sequence, View
+from da_jax.kernels.paged_attention import validate
+
+
+def fill_rows(
+    rows: device.Rows, sequences: Several[Sequence], views: Several[View], plan: CachePlan
+) -> device.Rows:
+    """Writes a row for each sequence, as it sees its pages through its view.
+
+    Args:
+      rows: empty rows, at least as many; they are changed.
+      sequences: who they stand for.
+      views: what each sees.
+      plan: how many pages there are, and of what size.
+    """
+    mask = rows.mask
+    for row, (sequence, view) in enumerate(zip(sequences, views)):
+        pages = sequence.pages
+        count = view.entries(len(pages) * plan.page_size)
+        rows.block_table[row, : len(pages)] = pages
+        mask.page[row, :count] = pages[view.block[:count]]
+        mask.span[row, :count], mask.block[row, :count] = view.span[:count], view.block[:count]
+        mask.count[row], rows.slot[row] = count, sequence.slot
+        params, sampling = sequence.request.params, rows.sampling
+        sampling.temperature[row] = params.temperature
+        sampling.top_p[row] = params.top_p
+        sampling.top_k[row] = params.top_k
+        sampling.presence_penalty[row] = params.presence_penalty
+        sampling.key[row] = sequence.key
+        sampling.generated[row] = sequence.length - sequence.prompt_len
+    validate(mask, plan.num_pages, plan.page_size)
+    return rows
+
+
+def fill_decode(decode: device.DecodeRows, sequences: Several[Sequence]) -> device.DecodeRows:
+    """Writes what a burst needs of each sequence.
+
+    Args:
+      decode: empty rows, at least as many; they are changed.
+      sequences: who they stand for.
+    """
+    burst = decode.forced.shape[1]
+    for row, sequence in enumerate(sequences):
+        decode.token[row] = sequence.last_token
+        decode.position[row] = sequence.length - 1
+        decode.steps[row] = min(burst, sequence.tokens_left)
+        decode.room[row] = device.FREE if sequence.room is None else sequence.room
+        decode.open[row] = sequence.open
+        ids = sorted(sequence.stop_ids)
+        decode.stop_ids[row, : len(ids)] = ids
+        decode.forced[row] = sequence.forced(burst)
+        if sequence.request.params.presence_penalty:
+            decode.seen[row] = device.packed(sequence.generated, decode.seen.shape[1])
+    return decode
