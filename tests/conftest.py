@@ -6,6 +6,7 @@ from support import tiny
 from da_jax import LLM, EngineConfig, Style
 
 os.environ["DA_JAX_TUNING"] = "off"  # results must not depend on what was measured here
+os.environ["DA_JAX_PROGRAMS"] = "off"  # nor on what was compiled
 os.environ.setdefault("NPROC", "4")  # interpreting a GPU takes a thread for each warpgroup
 # The pool holds two sequences of the greatest length, or four short ones.
 PAGE_BYTES = 16 * 3 * 2 * 128 * 4

@@ -1,17 +1,46 @@
-"""Counts the programs that XLA compiles in this process."""
+"""Compiled programs: how many this process made, and where they are kept for the next."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # also when the cache on disk has it
 _CACHED = "/jax/compilation_cache/cache_hits"
+_VARIABLE = "DA_JAX_PROGRAMS"
+_OFF = "off"
 _count = 0
 
 
 def count() -> int:
     """Programs compiled since this module was imported, without those read from a cache on disk."""
     return _count
+
+
+def keep() -> Path | None:
+    """Keeps compiled programs on disk from now on, so that a second start compiles nothing.
+
+    They go to `~/.cache/da-jax/programs`, or to the folder that the environment variable
+    `DA_JAX_PROGRAMS` names; it may also be `off`. Where JAX has a folder already, that one and its
+    settings stay.
+
+    Returns:
+      The folder, None where nothing is kept.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        return Path(jax.config.jax_compilation_cache_dir)
+    given = os.environ.get(_VARIABLE)
+    if given is not None and given.lower() == _OFF:
+        return None
+    folder = Path(given) if given else Path.home() / ".cache" / "da-jax" / "programs"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the small ones too
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # JAX decides at the first program whether it has a cache
+    return folder
 
 
 def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:

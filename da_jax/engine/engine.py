@@ -354,12 +354,17 @@ class Engine:
         while (victim := self.scheduler.reserve(sequence, tokens)) is not None:
             if victim is sequence:
                 return events, False
-            events += self._read_one(victim)
-            if victim.finish_reason is None:
-                for flight in self._flights:  # its first token is chosen again
-                    flight.rows = [(row, s) for row, s in flight.rows if s is not victim]
-                self.scheduler.preempt(victim)
+            events += self._preempt(victim)
         return events, True
+
+    def _preempt(self, sequence: Sequence) -> list[Event]:
+        """Makes a running sequence give way, unless what it wrote already ends it."""
+        events = self._read_one(sequence)
+        if sequence.finish_reason is None:
+            for flight in self._flights:  # its first token is chosen again
+                flight.rows = [(row, s) for row, s in flight.rows if s is not sequence]
+            self.scheduler.preempt(sequence)
+        return events
 
     def _burst(self) -> list[Event]:
         """Starts a burst of everybody whose prompt is in the cache, as far as there is room."""

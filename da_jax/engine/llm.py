@@ -65,6 +65,7 @@ class LLM:
         template_kwargs: Mapping[str, Any] | None = None,
         progress: Progress = lambda stage, done, total: None,
     ):
+        compilations.keep()
         self.tokenizer = tokenizer
         self.renderer = PromptRenderer(
             tokenizer, style, thinking=thinking, template_kwargs=template_kwargs
@@ -109,6 +110,7 @@ class LLM:
           BackendError: the attention backend cannot run here, or not this model.
         """
         config = dataclasses.replace(config or EngineConfig(), **options)
+        compilations.keep()
         choose(config.attention)  # refuses one that cannot run here before anything is loaded
         progress("loading", 0, 1)
         folder = convert.resolve(path_or_id, revision=revision)
@@ -144,6 +146,8 @@ class LLM:
         forced: str | Sequence[int] = (),
         answer_mode: AnswerMode = "local",
         scaffold: Scaffold = "all",
+        priority: int = 0,
+        deadline: float | None = None,
         **params: Any,
     ) -> Request:
         """Renders a prompt and checks it; see `generate` for the arguments.
@@ -163,6 +167,8 @@ class LLM:
             forced=self._token_ids(forced),
             answer_mode=answer_mode,
             scaffold=scaffold,
+            priority=priority,
+            deadline=deadline,
         )
         self.engine.check(request)
         return request
@@ -192,6 +198,8 @@ class LLM:
           forced: the beginning of the response, text or token ids, fed as if the model wrote it.
           answer_mode: what `<answer>` does: `local`, `keep` or `global`.
           scaffold: what stays visible besides chunks: `all`, or `paper`.
+          priority: smaller goes first; among equals whoever came first.
+          deadline: seconds after which the response ends with what it has.
 
         Returns:
           A `Response`, or a list of them in the order of the questions.
