@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from da_jax.cache import pools
 from da_jax.checkpoints import known
-from da_jax.engine import engine, runner
+from da_jax.engine import engine, packing, runner
 from da_jax.engine.config import EngineConfig
 from da_jax.kernels import chips
 from da_jax.kernels.aot import machines
@@ -131,11 +131,9 @@ def programs(plan: Plan, device: jax.Device) -> Iterator[tuple[str, Callable[[],
         )
     caches = put(made.caches)
 
-    def compiled(program: Callable[..., Any], **arguments: Any) -> Any:
+    def compiled(program: Any, inputs: dict[str, Any]) -> Any:
         with use_abstract_mesh(machines.context(device)):
-            traced = jax.jit(program, donate_argnames="caches").trace(
-                weights, caches=caches, **arguments
-            )
+            traced = program.trace(weights, caches, put(packing.pack(inputs)))
             return traced.lower(lowering_platforms=(machines.lowering(device),)).compile()
 
     names = {
@@ -146,7 +144,7 @@ def programs(plan: Plan, device: jax.Device) -> Iterator[tuple[str, Callable[[],
     for kind, program, inputs in made.programs():
         name = names.get((kind, runner.program_size(kind, inputs)))
         if name:
-            yield name, functools.partial(compiled, program, **put(inputs))
+            yield name, functools.partial(compiled, program, inputs)
 
 
 def on_host(plan: Plan, device: jax.Device) -> bool:

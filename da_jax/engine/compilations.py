@@ -30,8 +30,8 @@ def keep() -> Path | None:
     Returns:
       The folder, None where nothing is kept.
     """
-    if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
+    if theirs := jax.config.values["jax_compilation_cache_dir"]:
+        return Path(theirs)
     given = os.environ.get(_VARIABLE)
     if given is not None and given.lower() == _OFF:
         return None

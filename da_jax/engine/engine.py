@@ -191,6 +191,8 @@ class Engine:
             made = part()  # which may replace the list below, when a stream is closed meanwhile
             self._pending += made  # kept if the next part fails
         events, self._pending = self._pending, []
+        if self.scheduler.idle:
+            self._flights.clear()  # of rows that nobody waits for any more
         return events
 
     def run(self, requests: Iterable[Request]) -> Generator[Event, None, None]:

@@ -21,6 +21,7 @@ from flax import nnx
 from da_jax.cache import pools, states
 from da_jax.cache.step import StepCache
 from da_jax.engine.config import MAX_LOGPROBS
+from da_jax.engine.packing import pack, unpack
 from da_jax.engine.sampling import SamplingRows, choose
 from da_jax.kernels.paged_attention import BlockMask
 from da_jax.models import host_table
@@ -214,9 +215,9 @@ class Runner:
     def _allocate(self) -> pools.Caches:
         return jax.device_put(pools.allocate(self.plan), self._where)
 
-    def _put(self, tree: Any) -> Any:
-        """Inputs of a program, on the device."""
-        return jax.device_put(tree, self._where)
+    def _put(self, inputs: dict[str, Any]) -> jax.Array:
+        """The inputs of a program, as one array on the device."""
+        return jax.device_put(pack(inputs), self._where)
 
     def prefill(
         self,
@@ -253,23 +254,37 @@ class Runner:
 
     def copy(self, source: int, target: int) -> None:
         """Copies rings and states from one slot to another."""
-        self._call("copy", {"source": np.int32(source), "target": np.int32(target)})
+        places = {"source": np.array(source, np.int32), "target": np.array(target, np.int32)}
+        self._call("copy", places)
 
     def _call(self, kind: str, inputs: dict[str, Any]) -> Any:
         run = self._compiled[kind, program_size(kind, inputs)]
-        self.caches, result = run(self._state, caches=self.caches, **self._put(inputs))
+        self.caches, result = run(self._state, self.caches, self._put(inputs))
         return result
 
-    def programs(self) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-        """Every program that ever runs: (kind, function, inputs that change nothing)."""
+    def programs(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+        """Every program that ever runs: (kind, program, inputs that change nothing).
+
+        A program takes (state, caches, packed inputs) and returns (caches, what it chose).
+        """
         for size in self.shapes.chunks:
-            yield "prefill", self.prefill_program, self._prefill_inputs(size, self.empty_rows(1))
+            inputs = self._prefill_inputs(size, self.empty_rows(1))
+            yield "prefill", self._packed(self.prefill_program, inputs), inputs
         for batch in self.shapes.batches:
             inputs = {"rows": self.empty_rows(batch), "decode": self.empty_decode(batch)}
-            yield "decode", self.decode_program, inputs
+            yield "decode", self._packed(self.decode_program, inputs), inputs
         if self.plan.rings or self.plan.states:
-            last = np.int32(self.plan.num_slots - 1)
-            yield "copy", self.copy_program, {"source": last, "target": last}
+            last = np.array(self.plan.num_slots - 1, np.int32)
+            inputs = {"source": last, "target": last}
+            yield "copy", self._packed(self.copy_program, inputs), inputs
+
+    def _packed(self, program: Callable[..., Any], like: dict[str, Any]) -> Any:
+        @functools.wraps(program)
+        def run(state: Any, caches: pools.Caches, inputs: jax.Array) -> Any:
+            return program(state, caches=caches, **unpack(inputs, like))
+
+        del run.__wrapped__  # its signature is another
+        return jax.jit(run, donate_argnums=1)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every program, several at a time, and runs each once on empty rows."""
@@ -281,8 +296,7 @@ class Runner:
         ):
             compiling = []
             for kind, program, inputs in work:
-                named = functools.partial(jax.jit, donate_argnames="caches")(program)
-                lowered = named.lower(self._state, caches=self.caches, **self._put(inputs))
+                lowered = program.lower(self._state, self.caches, self._put(inputs))
                 compiling.append((kind, inputs, compilers.submit(lowered.compile)))
             for done, (kind, inputs, compiled) in enumerate(compiling, 1):
                 self._compiled[kind, program_size(kind, inputs)] = compiled.result()
