@@ -115,6 +115,6 @@ def test_every_request_ends_once_and_nothing_is_kept(count, monkeypatch):
         check_same(responses[number], done.response)
     assert memory[-1] - memory[1] < 64 * 1024  # KiB
     given.clear()
-    del held
+    del held, everyone
     gc.collect()
     assert not any(type(thing) is Sequence for thing in gc.get_objects())
