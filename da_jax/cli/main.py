@@ -64,6 +64,9 @@ def generate(
     presence_penalty: Annotated[float, typer.Option(help="From -2 to 2.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    guided: Annotated[
+        bool, typer.Option("--guided", help="Write only tags that can be honoured.")
+    ] = False,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt and response, in tokens.")
     ] = None,
@@ -91,6 +94,7 @@ def generate(
             sampling=dict(
                 max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                 presence_penalty=presence_penalty, seed=seed, stop=tuple(stop or ()),
+                guided=guided,
             ),
             engine=dict(
                 max_model_len=max_model_len, page_size=page_size, prefill_chunk=prefill_chunk,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 
+import numpy as np
+
 from da_jax.cache.pools import CachePlan
 from da_jax.engine import runner as device
 from da_jax.engine.sequence import Sequence, View
@@ -40,18 +42,26 @@ def fill_rows(
     return rows
 
 
+def allowed_of(sequence: Sequence) -> np.ndarray | np.uint32:
+    """The tokens that a sequence may choose next: its mask, or one word of ones for all."""
+    mask = sequence.allowed()
+    return np.uint32(0xFFFFFFFF) if mask is None else mask
+
+
 def fill_decode(decode: device.DecodeRows, sequences: Several[Sequence]) -> device.DecodeRows:
     """Writes what a burst needs of each sequence.
 
     Args:
-      decode: empty rows, at least as many; they are changed.
+      decode: empty rows, at least as many, that allow all tokens there are; they are changed.
       sequences: who they stand for.
     """
     burst = decode.forced.shape[1]
     for row, sequence in enumerate(sequences):
         decode.token[row] = sequence.last_token
         decode.position[row] = sequence.length - 1
-        decode.steps[row] = min(burst, sequence.tokens_left)
+        decode.steps[row] = 1 if sequence.in_tag else min(burst, sequence.tokens_left)
+        decode.guided[row] = sequence.guided
+        decode.allowed[row] &= allowed_of(sequence)
         decode.room[row] = device.FREE if sequence.room is None else sequence.room
         decode.open[row] = sequence.open
         ids = sorted(sequence.stop_ids)

@@ -130,6 +130,11 @@ class IncrementalDecoder:
             pieces.append((self.push([token_id]), is_special))
         return [(text, is_special) for text, is_special in pieces if text]
 
+    @property
+    def pending(self) -> bool:
+        """Whether bytes of an unfinished character wait for the next token."""
+        return bool(self._decoder.getstate()[0])
+
     def flush(self) -> str:
         """Ends the text: returns U+FFFD for bytes still pending, if any."""
         return self._decode(b"", final=True)

@@ -20,7 +20,7 @@ from da_jax.cache import pools
 from da_jax.cache.pages import PagePool
 from da_jax.cache.prefix import PrefixCache
 from da_jax.engine import runner as device
-from da_jax.engine.batch import fill_decode, fill_rows
+from da_jax.engine.batch import allowed_of, fill_decode, fill_rows
 from da_jax.engine.config import MAX_STOP_IDS, EngineConfig
 from da_jax.engine.detokenize import TokenTable
 from da_jax.engine.request import Done, Event, PrefillProgress, Request, TokenLogprob
@@ -31,6 +31,7 @@ from da_jax.engine.timing import Timing
 from da_jax.kernels.paged_attention import Problem, choose
 from da_jax.models.config import GatedDelta, ModelConfig
 from da_jax.models.decoder import Decoder
+from da_jax.protocol.guide import Guides
 
 SPARE_ENTRIES = 64  # entries of a mask beyond two a page, see `shapes`
 LONGEST_DEFAULT = 32_768
@@ -90,6 +91,7 @@ class Engine:
         self._valid = device.packed(
             np.flatnonzero(table.known[: self._vocabulary]), self.runner.words
         )
+        self._guided: Guides | None = None  # made when it is first asked for
         copies = range(slots, slots + snapshots) if plan.rings or plan.states else None
         prefix = PrefixCache(PagePool(plan.num_pages), _root(model, plan), copies)
         self.scheduler = Scheduler(
@@ -135,6 +137,17 @@ class Engine:
                 f"{len(request.forced)} forced tokens do not fit: max_tokens and max_model_len "
                 f"leave room for {room}"
             )
+        if request.params.guided:
+            try:
+                self._guides().check(self._request_stop_ids(request))
+            except ValueError as error:
+                raise RequestError(str(error)) from error
+
+    def _guides(self) -> Guides:
+        if self._guided is None:
+            tokens = map(self.table.bytes_of, range(len(self.table)))
+            self._guided = Guides(tokens, self._vocabulary)
+        return self._guided
 
     def add(self, request: Request) -> int:
         """Queues a request and returns its number.
@@ -160,6 +173,7 @@ class Engine:
             page_size=self.config.page_size,
             entries=self.shapes.entries,
             ends_at=None if deadline is None else self._clock() + deadline,
+            guides=self._guides() if request.params.guided else None,
         )
 
     def cancel(self, request_id: int) -> None:
@@ -339,7 +353,7 @@ class Engine:
             rows = fill_rows(self.runner.empty_rows(1), [sequence], [chunk.view], self.runner.plan)
             choice = self.runner.prefill(
                 chunk.tokens, chunk.start, rows, forced=sequence.forced(1)[0],
-                allowed=self._valid, wants_top=_wants_top(sequence),
+                allowed=self._valid & allowed_of(sequence), wants_top=_wants_top(sequence),
             )  # fmt: skip
             sequence.cached = chunk.end
             if sequence.length == sequence.prompt_len == chunk.end:
@@ -388,9 +402,9 @@ class Engine:
             self.runner.empty_rows(batch), sequences, [s.view() for s in sequences],
             self.runner.plan,
         )  # fmt: skip
-        decode = fill_decode(self.runner.empty_decode(batch), sequences)
+        decode = self.runner.empty_decode(batch)
         decode.allowed[:] = self._valid
-        decode = decode._replace(
+        decode = fill_decode(decode, sequences)._replace(
             wants_top=np.array(any(map(_wants_top, sequences))),
             patience=np.array(self.timing.patience, np.float32),
         )

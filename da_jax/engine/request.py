@@ -28,6 +28,10 @@ class SamplingParams:
       ignore_eos: go on after the checkpoint's own stop tokens (for benchmarks).
       logprobs: None, or how many of the likeliest tokens to report at each position (0 to 20).
       stop_after_answer: end at `</answer>`.
+      guided: while a protocol tag is written, choose only among the tokens that make it one to
+        honour, with chunks that exist. No other text is changed, but other markup whose name
+        begins with that of a tag (`<focusing>`) is not written. The arm `vanilla` has no tags. A
+        stop string or `max_tokens` may still cut a tag off.
     """
 
     max_tokens: int = 512
@@ -41,6 +45,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     stop_after_answer: bool = False
+    guided: bool = False
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
@@ -63,6 +68,7 @@ class SamplingParams:
             "presence_penalty": (-2 <= self.presence_penalty <= 2, "from -2 to 2"),
             "stop": (all(isinstance(s, str) and s for s in self.stop), "of non-empty strings"),
             "stop_token_ids": (len(self.stop_token_ids) <= MAX_STOP_IDS, f"{MAX_STOP_IDS} at most"),
+            "guided": (isinstance(self.guided, bool), "True or False"),
             "logprobs": ((self.logprobs or 0) <= MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
         }
         for name, (good, rule) in rules.items():

@@ -27,6 +27,7 @@ from da_jax.engine.request import (
 )
 from da_jax.engine.stopping import StopStrings
 from da_jax.kernels.paged_attention import compact
+from da_jax.protocol.guide import Guides
 from da_jax.protocol.modes import Arm, Mode, ModeTracker
 from da_jax.protocol.tags import Kind
 from da_jax.protocol.trace import Trace
@@ -92,6 +93,7 @@ class Sequence:
       page_size: tokens a page.
       entries: width of a block mask.
       ends_at: when it ends unfinished, in seconds of the engine's clock; None for never.
+      guides: makes the guide of a request that asks for one.
 
     Attributes:
       rank: who goes first, the smallest: priority, then arrival.
@@ -100,6 +102,9 @@ class Sequence:
       cached: tokens of prompt and response that are in the cache.
       names: of the whole pages of the prompt, see `cache.prefix`; None until somebody asks.
       tokens: response tokens that were read.
+
+    Raises:
+      ValueError: the request asks for guided declarations and stops at a token that tags need.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class Sequence:
         page_size: int,
         entries: int,
         ends_at: float | None = None,
+        guides: Guides | None = None,
     ):
         self.request_id, self.request = request_id, request
         self.rank: tuple[float, int] = (request.priority, request_id)
@@ -136,6 +142,13 @@ class Sequence:
             arm=Arm.VANILLA if plain else Arm.UNMASKED,
             max_ids=self._most_ids(),
         )
+        self._guide = None
+        if request.params.guided and not plain:
+            assert guides is not None, "a guided request needs the engine's guides"
+            self._guide = guides.guide(
+                range(1, len(request.prompt.chunks) + 1),
+                max_ids=self._most_ids(), stop_ids=stop_ids,
+            )  # fmt: skip
         self._stops: StopStrings[Mode] = StopStrings(request.params.stop)
         self._trace = Trace(self.prompt_len, log=True)
         self._logprobs: list[TokenLogprob] = []
@@ -219,6 +232,31 @@ class Sequence:
             return None
         room = self._tracker.room
         return None if room is None else room - MOST_PENDING_BYTES
+
+    @property
+    def guided(self) -> bool:
+        """Whether tokens may be masked, so that it also pauses at a token that holds a `<`."""
+        return self._guide is not None
+
+    @property
+    def in_tag(self) -> bool:
+        """Whether it is guided through an open tag, so that `allowed` holds for one token only."""
+        candidate = self._tracker.candidate if self.guided else None
+        return candidate is not None and not candidate.quoted
+
+    def allowed(self) -> np.ndarray | None:
+        """The tokens that may be chosen next; None for all of them.
+
+        A token that holds a `<` must have been read; it changes the mask.
+
+        Returns:
+          uint32 [ceil(V / 32)], read-only: bit `i % 32` of word `i // 32`, counted from the least
+          significant, stands for token `i`.
+        """
+        if self._guide is None:
+            return None
+        # Bytes of an unfinished character are not scanned yet, but they end any name.
+        return self._guide.allowed(None if self._decoder.pending else self._tracker.candidate)
 
     def next_chunk(self, longest: int, border: int | None = None) -> Chunk:
         """The tokens to feed next, of one view: at most `longest`, none beyond `border`."""

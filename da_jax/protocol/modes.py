@@ -11,6 +11,7 @@ from typing import Literal, NoReturn
 from da_jax.protocol.tags import (
     THINK_ENDS,
     TOOL_MARKERS,
+    Candidate,
     Kind,
     Reason,
     TagEvent,
@@ -172,6 +173,11 @@ class ModeTracker:
         None in the arm ``vanilla``, where it never does.
         """
         return None if self._vanilla else self._scanner.room
+
+    @property
+    def candidate(self) -> Candidate | None:
+        """What may become a tag; None in plain text, and in the arm ``vanilla``."""
+        return None if self._vanilla else self._scanner.candidate
 
     @property
     def tool_called(self) -> bool:

@@ -11,7 +11,7 @@ closer, ``</focus`` and so on) and ends at the first ``>``, also inside quotes. 
 * A ``<`` inside an unfinished protocol tag makes that tag malformed up to the first ``>``. A tag
   that ends there is still reported: a widening one is honoured, a narrowing one declined.
 * A tag that reaches the longest legal length without a ``>`` is decided at once.
-* In code (see `_Code`) narrowing tags are text and reported as *quoted*; a backtick or another
+* In code (see `Code`) narrowing tags are text and reported as *quoted*; a backtick or another
   ``<`` inside any tag there shows that it was none.
 """
 
@@ -21,6 +21,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+
+from da_jax.protocol.code import Code
 
 TOOL_MARKERS = (("<tool_call>", "</tool_call>"), ("<|tool_call>", "<tool_call|>"))
 """Opening and closing markers of the tool calls of Qwen and of Gemma."""
@@ -41,8 +43,6 @@ _ATTRIBUTE = re.compile(
     rf"""[{_SPACE}]++([^{_SPACE}=/"']++)[{_SPACE}]*+=[{_SPACE}]*+(?:"([^"]*+)"|'([^']*+)')?+"""
 )
 _ITEM = re.compile(r"([0-9]+)(?:-([0-9]+))?")
-_IN_TEXT = re.compile("[<`]")
-_IN_CODE = re.compile("[<`\n]")
 _IN_QUOTED_TAG = re.compile("[<>`]")
 _IN_INLINE_TAG = re.compile("[<>`\n]")
 
@@ -108,6 +108,23 @@ class TagEvent:
     reason: Reason | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What may become a tag or marker: it is not decided yet.
+
+    Attributes:
+      text: its characters so far, from the ``<`` on.
+      start: offset of the ``<`` in the response, in characters.
+      quoted: whether it stands in code.
+      room: characters that a tag of this name may still take, its ``>`` included.
+    """
+
+    text: str
+    start: int
+    quoted: bool
+    room: int
+
+
 class _State(Enum):
     TEXT = 0
     HEAD = 1
@@ -161,7 +178,7 @@ class TagScanner:
         most = num_chunks if max_ids is None else min(num_chunks, max_ids)
         self._longest_focus = _SLACK + most * (2 * len(str(num_chunks)) + 3)
 
-        self._code = _Code()
+        self._code = Code()
         self._tool_end: str | None = None  # closes the tool call that is open
         self._state = _State.TEXT
         self._offset = 0  # characters of the response before the present delta
@@ -208,6 +225,15 @@ class TagScanner:
         if self._state is _State.HEAD:
             return _SLACK - len(self._parts[0])
         return self._room
+
+    @property
+    def candidate(self) -> Candidate | None:
+        """What is open, or None in plain text."""
+        if self._state is _State.TEXT:
+            return None
+        text = "".join(self._parts)
+        room = self._room if self._state is _State.BODY else self._longest(text) - len(text)
+        return Candidate(text, self._start, self._quoting, room)
 
     def finish(self) -> list[TagEvent]:
         """Ends the response: an unfinished tag is text.
@@ -271,7 +297,7 @@ class TagScanner:
                 self._state = _State.TEXT
                 if read in _HEADS and _HEAD.match(longer):
                     self._state = _State.BODY
-                    self._room = (self._longest_focus if read == "<focus" else _SLACK) - len(read)
+                    self._room = self._longest(read) - len(read)
                     inline = self._code.inline and read[1:] in _NARROWING
                     self._halt = _IN_INLINE_TAG if inline else _IN_QUOTED_TAG
                 return here
@@ -298,6 +324,10 @@ class TagScanner:
         elif not self._room:
             self._overflow(events)
         return end
+
+    def _longest(self, head: str) -> int:
+        """Characters of the longest legal tag that begins with `head`."""
+        return self._longest_focus if head == "<focus" else _SLACK
 
     def _replay(self, events: list[TagEvent]) -> None:
         """Makes the candidate plain text, which matters to what is code."""
@@ -372,65 +402,6 @@ class TagScanner:
         else:
             return
         events.append(TagEvent(kind, marker, marker, end - len(marker), end))
-
-
-class _Code:
-    """Where in the text code is open, so that a tag there is quoted.
-
-    Backticks on a line toggle inline code, so an odd run opens it; the line's end closes it. A line
-    that starts with three or more opens a fence, unless it holds another backtick further on. The
-    fence ends with a line of at least as many backticks and nothing else. A tool call is code up to
-    its closing marker. Every honoured tag closes all of them; the tool call's end is still awaited.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Closes everything."""
-        self.odd = False  # inline code
-        self.fence = 0  # backticks that opened the fence, 0 outside one
-        self.opening = False  # still on the line that opens the fence
-        self.closing = False  # on a line that closes the fence if nothing more comes
-        self.run = 0  # length of the run of backticks at the start of the line
-        self.call = False  # in a tool call
-        self.stops = _IN_TEXT  # characters of plain text that matter
-
-    @property
-    def open(self) -> bool:
-        """Whether a tag that begins here is quoted."""
-        return self.odd or self.fence > 0 or self.call
-
-    @property
-    def inline(self) -> bool:
-        """Whether it is so only until the line ends."""
-        return self.odd and not self.fence and not self.call
-
-    def plain(self, text: str, start: int, end: int) -> None:
-        """Takes text without backticks and newlines."""
-        if self.closing and text[start:end].strip(" \t\r"):
-            self.closing = False
-
-    def newline(self) -> None:
-        """Takes a newline."""
-        if self.closing:
-            self.fence = 0
-        self.odd = self.opening = self.closing = False
-        self.stops = _IN_CODE if self.fence else _IN_TEXT
-
-    def backtick(self, previous: str) -> None:
-        """Takes a backtick that follows the character `previous`."""
-        if previous == "\n":
-            self.run = 1
-        else:
-            self.run = self.run + 1 if self.run and previous == "`" else 0
-        if self.fence and not self.opening:
-            self.closing = self.run >= self.fence
-            return
-        self.odd = not self.odd
-        self.opening = self.run >= 3
-        self.fence = self.run if self.opening else 0
-        self.stops = _IN_CODE if self.odd or self.fence else _IN_TEXT
 
 
 def _split(text: str) -> list[tuple[int, str]]:
