@@ -143,10 +143,7 @@ def save(model: Decoder, config_json: dict, folder: Path) -> None:
             name = part.name if part.name.startswith("lm_head") else prefix + part.name
             shape = part.file_shape(piece.shape)
             tensor = tensors.setdefault(name, np.empty(shape, piece.dtype))
-            rows = (..., slice(None) if part.rows is None else part.rows, slice(None))
-            tensor[rows if tensor.ndim > 1 else ...] = (
-                piece.swapaxes(-1, -2) if part.transpose else piece
-            )
+            tensor[part.index()] = piece.swapaxes(-1, -2) if part.transpose else piece
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_json, indent=1) + "\n", encoding="utf-8")
 
@@ -223,6 +220,7 @@ class _Files:
                     part.file_shape(inner),
                     dtype,
                     rows=part.rows,
+                    axis=part.axis,
                     transpose=part.transpose,
                 )
             )

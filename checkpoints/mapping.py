@@ -6,6 +6,7 @@ Names are without the prefix that files put before them (`strip`).
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -25,20 +26,31 @@ class Part:
     Attributes:
       name: its name, without prefix.
       transpose: whether it is stored [.., out, in] and needed [.., in, out].
-      rows: entries of its last axis but one, and in what order; None for all.
+      rows: entries of one axis, and in what order; None for all.
       size: length of that axis in the file where `rows` is given.
+      axis: which axis that is in the file; negative.
     """
 
     name: str
     transpose: bool = False
     rows: np.ndarray | None = None
     size: int = 0
+    axis: int = -2
 
     def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the whole tensor in the file, where its part here has `shape`."""
         if self.transpose:
             shape = (*shape[:-2], shape[-1], shape[-2])
-        return shape if self.rows is None else (*shape[:-2], self.size, shape[-1])
+        if self.rows is None:
+            return shape
+        at = len(shape) + self.axis
+        return (*shape[:at], self.size, *shape[at + 1 :])
+
+    def index(self) -> tuple[Any, ...]:
+        """Where the part stands in the tensor of the file."""
+        if self.rows is None:
+            return (...,)
+        return (..., self.rows, *[slice(None)] * (-1 - self.axis))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,16 +154,21 @@ def _mlp(ours: str, theirs: str) -> Recipes:
 
 
 def _delta(mixer: GatedDelta, *, fused: bool) -> Recipes:
+    keys, channels = mixer.key_heads * mixer.key_dim, np.arange(mixer.channels)
+    by_head = _by_head(mixer, *np.split(channels, (keys, 2 * keys)))
+    conv = Part("linear_attn.conv1d.weight", rows=by_head, size=mixer.channels, axis=-3)
     out = {
-        "delta.conv": _plain("linear_attn.conv1d.weight"),
+        "delta.conv": (Recipe((conv,)),),
         "delta.a_log": _plain("linear_attn.A_log"),
         "delta.dt_bias": _plain("linear_attn.dt_bias"),
         "delta.norm.scale": _plain("linear_attn.norm.weight"),
         "delta.out.kernel": _kernel("linear_attn.out_proj.weight"),
     }
     if not fused:
-        for x in ("qkv", "z", "b", "a"):
+        for x in "zba":
             out[f"delta.{x}.kernel"] = _kernel(f"linear_attn.in_proj_{x}.weight")
+        qkv = Part("linear_attn.in_proj_qkv.weight", True, by_head, mixer.channels)
+        out["delta.qkv_by_head.kernel"] = (Recipe((qkv,)),)
         return out
     # Qwen3-Next stores [key heads, q | k | v | z] and [key heads, b | a] of its value heads.
     ratio = mixer.value_heads // mixer.key_heads
@@ -160,12 +177,19 @@ def _delta(mixer: GatedDelta, *, fused: bool) -> Recipes:
     q, k, v, z = _grouped_rows(mixer.key_heads, widths)
     b, a = _grouped_rows(mixer.key_heads, [ratio, ratio])
     for name, rows, file in (
-        ("qkv", np.concatenate([q, k, v]), "qkvz"), ("z", z, "qkvz"), ("b", b, "ba"), ("a", a, "ba")
+        ("qkv_by_head", _by_head(mixer, q, k, v), "qkvz"), ("z", z, "qkvz"), ("b", b, "ba"),
+        ("a", a, "ba"),
     ):  # fmt: skip
         size = mixer.key_heads * (sum(widths) if file == "qkvz" else 2 * ratio)
         part = Part(f"linear_attn.in_proj_{file}.weight", True, rows, size)
         out[f"delta.{name}.kernel"] = (Recipe((part,)),)
     return out
+
+
+def _by_head(mixer: GatedDelta, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Channels as the model has them: of each key head [q | k | v]."""
+    parts = [x.reshape(mixer.key_heads, -1) for x in (q, k, v)]
+    return np.concatenate(parts, axis=1).reshape(-1)
 
 
 def _grouped_rows(groups: int, widths: list[int]) -> list[np.ndarray]:

@@ -43,7 +43,8 @@ class Tensor:
       view: a `get_slice` of safetensors, or anything else with `shape` that takes slices.
       shape: shape of the tensor in the file.
       dtype: dtype of the tensor in the file.
-      rows: int [R], which entries of the last axis but one, and in what order; None for all.
+      rows: int [R], which entries of one axis, and in what order; None for all.
+      axis: which axis that is in the file; negative.
       transpose: whether the last two axes change places (after `rows` is applied).
     """
 
@@ -54,12 +55,14 @@ class Tensor:
         dtype: np.dtype,
         *,
         rows: np.ndarray | None = None,
+        axis: int = -2,
         transpose: bool = False,
     ):
         self._view, self._rows, self._transpose = view, rows, transpose
+        self._axis = len(shape) + axis
         self.dtype = dtype
         if rows is not None:
-            shape = (*shape[:-2], len(rows), shape[-1])
+            shape = (*shape[: self._axis], len(rows), *shape[self._axis + 1 :])
         self.order = tuple(range(len(shape)))
         if transpose:
             shape = (*shape[:-2], shape[-1], shape[-2])
@@ -72,13 +75,13 @@ class Tensor:
         if self._rows is None:
             value = self._view[index]
         else:
-            chosen = self._rows[index[-2]]
-            runs = np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1)
+            before, chosen, after = index[: self._axis], index[self._axis], index[self._axis + 1 :]
+            rows = self._rows[chosen]
+            runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
             parts = [
-                self._view[(*index[:-2], slice(int(run[0]), int(run[-1]) + 1), index[-1])]
-                for run in runs
+                self._view[(*before, slice(int(run[0]), int(run[-1]) + 1), *after)] for run in runs
             ]
-            value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)
+            value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self._axis)
         return value.swapaxes(-1, -2) if self._transpose else value
 
 

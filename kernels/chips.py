@@ -100,13 +100,14 @@ def chip_of(kind: str) -> Chip | None:
 
 def current_target() -> Target:
     """The device of the abstract mesh in use, where programs are made for another machine, or the
-    first device of this one."""
+    first local device of this one."""
     import jax  # here, for what only reads the table starts no JAX
 
     abstract = jax.sharding.get_abstract_mesh().abstract_device
+    device = jax.local_devices()[0]
     if abstract is not None and abstract.platform is not None:
-        return describe(abstract.platform, abstract.device_kind)
-    device = jax.devices()[0]
+        if (abstract.platform, abstract.device_kind) != (device.platform, device.device_kind):
+            return describe(abstract.platform, abstract.device_kind)
     return describe(device.platform, device.device_kind, getattr(device, "compute_capability", ""))
 
 

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from da_jax.cache.rings import ring_blocks
 from da_jax.kernels.paged_attention import KVPages, Layout, empty_pages, layout
+from da_jax.models import sharding
 from da_jax.models.config import Attention, GatedDelta, ModelConfig
 from da_jax.models.layers import DeltaState
 
@@ -41,15 +42,16 @@ class Caches(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CachePlan:
-    """How much of each kind there is, and what it costs.
+    """How much of each kind there is, and what it costs a device.
 
     Attributes:
       page_size: tokens a page, of a ring too.
       num_pages: pages that sequences share; every full-attention layer has as many.
       num_slots: sequences that can run at once.
       dtype: name of the dtype of keys and values.
-      pages, rings: layout of the pages of each layer.
-      states: shapes and dtypes of the state of each recurrent layer, slots first.
+      pages, rings: layout of the pages of each layer, on each device: with the heads that it has.
+      states: shapes and dtypes of the state of each recurrent layer on each device, slots first.
+      devices: how many share the model, see `models.sharding`.
     """
 
     page_size: int
@@ -59,6 +61,7 @@ class CachePlan:
     pages: Mapping[int, Layout]
     rings: Mapping[int, Layout]
     states: Mapping[int, DeltaState]
+    devices: int = 1
 
     def ring_blocks(self, layer: int) -> int:
         """Pages of one slot's ring."""
@@ -95,6 +98,7 @@ def plan(
     longest_step: int,
     dtype: DTypeLike,
     budget_bytes: int,
+    devices: int = 1,
 ) -> CachePlan:
     """Rings and states for `sequences` sequences, and as many pages as the budget holds.
 
@@ -105,7 +109,8 @@ def plan(
       sequences: most sequences at once.
       longest_step: most tokens that one forward pass adds to a sequence.
       dtype: of keys and values, and of what the convolutions keep.
-      budget_bytes: device bytes for all of it.
+      budget_bytes: bytes for all of it on each device.
+      devices: how many share the model.
 
     Raises:
       ValueError: when not even one sequence of `max_tokens` fits.
@@ -119,7 +124,8 @@ def plan(
         if mixer.window is not None:
             blocks = ring_blocks(mixer.window, longest_step, page_size)
             num_pages = sequences * min(blocks, per_sequence)
-        return layout(num_pages, mixer.num_kv_heads, page_size, mixer.head_dim, dtype)
+        heads = sharding.kv_heads(mixer, devices)
+        return layout(num_pages, heads, page_size, mixer.head_dim, dtype)
 
     full, states = config.layers_of("full"), config.layers_of("recurrent")
     empty = CachePlan(
@@ -129,7 +135,8 @@ def plan(
         dtype=jnp.dtype(dtype).name,
         pages={},
         rings={layer: form(layer, 0) for layer in config.layers_of("sliding")},
-        states={layer: _state(config, layer, sequences, dtype) for layer in states},
+        states={layer: _state(config, layer, sequences, dtype, devices) for layer in states},
+        devices=devices,
     )
     page_bytes = sum(form(layer, 1).page_bytes for layer in full)
     num_pages = per_sequence * sequences
@@ -143,7 +150,7 @@ def plan(
 
 
 def allocate(plan: CachePlan) -> Caches:
-    """Zeroed caches."""
+    """Zeroed caches of one device; `cache.sharding.allocate` makes those of all."""
     return Caches(
         pages={layer: empty_pages(form) for layer, form in plan.pages.items()},
         rings={layer: empty_pages(form) for layer, form in plan.rings.items()},
@@ -151,11 +158,14 @@ def allocate(plan: CachePlan) -> Caches:
     )
 
 
-def _state(config: ModelConfig, layer: int, slots: int, dtype: DTypeLike) -> DeltaState:
+def _state(
+    config: ModelConfig, layer: int, slots: int, dtype: DTypeLike, devices: int
+) -> DeltaState:
     mixer = config.layers[layer].mixer
     assert isinstance(mixer, GatedDelta)
-    conv = (slots, mixer.conv_width - 1, mixer.channels)
-    memory = (slots, mixer.value_heads, mixer.key_dim, mixer.value_dim)
+    parts = sharding.delta_shards(mixer, devices)
+    conv = (slots, mixer.conv_width - 1, mixer.channels // parts)
+    memory = (slots, mixer.value_heads // parts, mixer.key_dim, mixer.value_dim)
     zeros = lambda: DeltaState(jnp.zeros(conv, dtype), jnp.zeros(memory, jnp.float32))
     return jax.eval_shape(zeros)
 

@@ -11,6 +11,7 @@ import numpy as np
 from da_jax.cache.pools import CachePlan, Caches
 from da_jax.cache.rings import ring_mask, ring_pages
 from da_jax.kernels.paged_attention import BlockMask, paged_attention, write_kv
+from da_jax.models import parallel, sharding
 from da_jax.models.config import Attention, ModelConfig
 from da_jax.models.layers import DeltaState
 
@@ -92,9 +93,11 @@ class StepCache:
         else:
             cache, (page, mask) = self.caches.rings, self._ring(owner, mixer.window)
         if k is not None and v is not None:
+            heads = sharding.kv_heads(mixer, self._plan.devices)
             cache[owner] = write_kv(
-                cache[owner], k, v, pages=page, slots=self.positions % self._plan.page_size
-            )
+                cache[owner], _own_heads(k, heads), _own_heads(v, heads), pages=page,
+                slots=self.positions % self._plan.page_size,
+            )  # fmt: skip
         return paged_attention(
             q, cache[owner], mask, self._lengths, self._q_lens,
             scale=mixer.scale, window=mixer.window, impl=self._impl,
@@ -120,6 +123,14 @@ class StepCache:
             dropped = self._plan.num_slots * blocks
             self._rings[window] = _Places(jnp.where(self.valid, page, dropped), mask)
         return self._rings[window]
+
+
+def _own_heads(x: jax.Array, heads: int) -> jax.Array:
+    """The KV heads of this device out of [B, T, HKV, D], where each serves several devices."""
+    if x.shape[2] == heads:
+        return x
+    first = parallel.index() * x.shape[2] // parallel.shards()
+    return jax.lax.dynamic_slice_in_dim(x, first, heads, axis=2)
 
 
 def _visible_entries(mask: BlockMask, page_size: int, lengths: jax.Array) -> BlockMask:

@@ -48,8 +48,9 @@ def run(targets: list[str] | None, backends: list[str] | None, full: bool, as_js
 
 
 def run_model(
-    model: str, targets: list[str] | None, *, batch: int, context: int, weights: str, as_json: bool
-) -> None:
+    model: str, targets: list[str] | None, *, batch: int, context: int, weights: str,
+    tensor_parallel: int, as_json: bool,
+) -> None:  # fmt: skip
     """Prints the rows of a model's programs; the exit code is 1 if any is not ok."""
     from da_jax.engine import aot
 
@@ -58,7 +59,8 @@ def run_model(
     if not targets:
         raise ValueError("name at least one --target with --model, such as --target v5e")
     with Console(stderr=True).status("Compiling; a large model takes minutes a target"):
-        rows = aot.rows(aot.Plan(model, batch, context, weights == "int8"), targets)
+        plan = aot.Plan(model, batch, context, weights == "int8", tensor_parallel)
+        rows = aot.rows(plan, targets)
     _show(rows, as_json, _MODEL_COLUMNS, _MODEL_UNITS)
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from da_jax.checkpoints import known
-from da_jax.models import sizes
+from da_jax.models import sharding, sizes
 from da_jax.models.config import Attention, Kind, ModelConfig
 
 _CONTEXTS = (8_192, 32_768, 131_072, 262_144)
@@ -23,7 +23,7 @@ _VISIBLE = 0.1  # of the context, for the bound on the speed-up
 
 def run(
     model: str, as_json: bool, *, batch: int, context: int | None, dtype: str, weights: str | None,
-    page_size: int, prefill_chunk: int,
+    page_size: int, prefill_chunk: int, mesh: int,
 ) -> None:  # fmt: skip
     """Prints what is known of a model; the arguments are those of the command.
 
@@ -37,7 +37,10 @@ def run(
             f"--weights bf16 with --dtype {dtype}: weights are int8 or have the dtype of the "
             "activations; leave --weights out"
         )
+    if mesh < 1:
+        raise ValueError(f"--mesh is {mesh}; it must be at least 1")
     found = known.find(model)
+    sharding.check(found.config, mesh)
     use = sizes.Use(
         batch=batch,
         context=min(32_768, found.config.max_positions) if context is None else context,
@@ -45,6 +48,7 @@ def run(
         int8=weights == "int8" or found.int8,
         page_size=page_size,
         prefill_chunk=prefill_chunk,
+        devices=mesh,
     )
     facts = collect(model, found.source, found.config, use)
     if as_json:
@@ -75,6 +79,8 @@ def collect(model: str, source: str, config: ModelConfig, use: sizes.Use) -> dic
         "prefill_chunk_tokens": use.prefill_chunk,
         **_kv_bytes(config, use),
         "state_bytes_per_sequence": sizes.state_bytes_per_sequence(config, itemsize=use.itemsize),
+        "devices": use.devices,
+        **_device_bytes(config, use),
         "memory_bytes": memory.total,
         "memory_bytes_weights": memory.weights,
         "memory_bytes_pages": memory.pages,
@@ -130,6 +136,16 @@ def _kv_bytes(config: ModelConfig, use: sizes.Use) -> dict[str, int]:
     }
 
 
+def _device_bytes(config: ModelConfig, use: sizes.Use) -> dict[str, int]:
+    """What each device keeps of a token and of a sequence, where several share the model."""
+    part = sharding.part(config, use.devices)
+    state = sizes.state_bytes_per_sequence(part, itemsize=use.itemsize)
+    return {
+        **{f"device_{name}": value for name, value in _kv_bytes(part, use).items()},
+        "device_state_bytes_per_sequence": state,
+    }
+
+
 def _contexts(config: ModelConfig, use: sizes.Use) -> list[dict[str, Any]]:
     rows = []
     for context in sorted({*_CONTEXTS, use.context}):
@@ -160,6 +176,10 @@ def _fit(fit: sizes.Fit) -> dict[str, Any]:
 
 def _notes(config: ModelConfig, use: sizes.Use) -> list[str]:
     notes = []
+    if use.devices > 1:
+        notes.append(
+            f"memory is that of each of {use.devices} devices; bytes read are those of all together"
+        )
     if table := sizes.per_layer_embedding_bytes(config, use.itemsize):
         notes.append(
             f"{_size(table)} of the weights are per-layer embeddings, kept in {use.dtype}, of "
@@ -188,7 +208,11 @@ def _overview(facts: dict[str, Any]) -> Table:
     def bytes_of(name: str) -> str:
         stored = facts[f"kv_bytes_per_token_{name}"]
         read = facts[f"kv_read_bytes_per_token_{name}"]
-        return f"{stored:,} B" + (f", {read:,} B read" if read != stored else "")
+        words = f"{stored:,} B" + (f", {read:,} B read" if read != stored else "")
+        return words + each(f"{facts[f'device_kv_bytes_per_token_{name}']:,} B")
+
+    def each(size: str) -> str:
+        return f", {size} on each device" if facts["devices"] > 1 else ""
 
     table = Table(title=facts["model"], title_justify="left", show_header=False, box=None)
     table.add_row("source", Text(facts["source"]))
@@ -204,7 +228,8 @@ def _overview(facts: dict[str, Any]) -> Table:
         if facts[f"layers_{kind}"]:
             table.add_row(f"KV of a token, {kind}", bytes_of(kind))
     if facts["layers_recurrent"]:
-        table.add_row("state of a sequence", _size(facts["state_bytes_per_sequence"]))
+        state = each(_size(facts["device_state_bytes_per_sequence"]))
+        table.add_row("state of a sequence", _size(facts["state_bytes_per_sequence"]) + state)
     return table
 
 
@@ -222,7 +247,8 @@ def _layer_words(facts: dict[str, Any]) -> str:
 def _memory(facts: dict[str, Any]) -> Table:
     table = _table(
         f"Memory, {facts['batch']} x {facts['context_tokens']:,} tokens, {facts['dtype']}"
-        + (", int8 weights" if facts["weights"] == "int8" else ""),
+        + (", int8 weights" if facts["weights"] == "int8" else "")
+        + (f", on each of {facts['devices']} devices" if facts["devices"] > 1 else ""),
         ("", "GB"),
     )
     rows = {
@@ -256,8 +282,10 @@ def _savings(facts: dict[str, Any]) -> Table:
 
 
 def _chips(facts: dict[str, Any]) -> Table:
+    devices = facts["devices"]
     table = _table(
-        f"Longest context on one device, batch {facts['batch']}",
+        f"Longest context on {'one device' if devices == 1 else f'{devices} devices'}, "
+        f"batch {facts['batch']}",
         ("device", "GiB", "dtype", "tokens", "note"),
     )
     for fit in facts["fits"]:

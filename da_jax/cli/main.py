@@ -79,6 +79,9 @@ def generate(
         str, typer.Option(help="auto, or int8 for matrices in 8 bits.")
     ] = _DEFAULT.weights,
     attention: Annotated[str | None, typer.Option(help="Backend, see `da-jax env`.")] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Devices that share the model.")
+    ] = _DEFAULT.tensor_parallel,
     json_: Json = False,
     trace: Annotated[
         Path | None, typer.Option(help="Write what every decode step saw to this JSON file.")
@@ -99,6 +102,7 @@ def generate(
             engine=dict(
                 max_model_len=max_model_len, page_size=page_size, prefill_chunk=prefill_chunk,
                 dtype=dtype, weights=weights, attention=attention, max_num_seqs=1,
+                tensor_parallel=tensor_parallel,
             ),
         )
     )  # fmt: skip
@@ -165,6 +169,9 @@ def info(
     prefill_chunk: Annotated[
         int, typer.Option(help="Tokens of a prefill step.")
     ] = _DEFAULT.prefill_chunk,
+    mesh: Annotated[
+        int, typer.Option(help="Devices that share the model; memory is then of each.")
+    ] = 1,
     json_: Json = False,
 ) -> None:
     """Print a model's layers, what it needs, what declarations can save, and where it fits."""
@@ -172,7 +179,7 @@ def info(
 
     command.run(
         model, json_, batch=batch, context=context, dtype=dtype, weights=weights,
-        page_size=page_size, prefill_chunk=prefill_chunk,
+        page_size=page_size, prefill_chunk=prefill_chunk, mesh=mesh,
     )  # fmt: skip
 
 
@@ -231,6 +238,9 @@ def aot(
     batch: Annotated[int, typer.Option(help="With --model: sequences.")] = 8,
     context: Annotated[int, typer.Option(help="With --model: tokens of a sequence.")] = 32_768,
     weights: Annotated[str, typer.Option(help="With --model: bf16 or int8.")] = "bf16",
+    tensor_parallel: Annotated[
+        int, typer.Option(help="With --model: devices that share it, 8 TPUs or 4 GPUs at most.")
+    ] = 1,
     json_: Json = False,
 ) -> None:
     """Compile for TPUs and GPUs that are not there: the attention kernels, or a whole model."""
@@ -240,8 +250,9 @@ def aot(
         command.run(target, backend, full, json_)
     else:
         command.run_model(
-            model, target, batch=batch, context=context, weights=weights, as_json=json_
-        )
+            model, target, batch=batch, context=context, weights=weights,
+            tensor_parallel=tensor_parallel, as_json=json_,
+        )  # fmt: skip
 
 
 @bench.command()

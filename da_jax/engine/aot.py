@@ -25,13 +25,16 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from da_jax.cache import pools
+from da_jax.cache import sharding as cache_sharding
 from da_jax.checkpoints import known
+from da_jax.checkpoints.parameters import flat_parameters
 from da_jax.engine import engine, packing, runner
 from da_jax.engine.config import EngineConfig
 from da_jax.kernels import chips
 from da_jax.kernels.aot import machines
-from da_jax.models import host_table, registry, sizes
+from da_jax.models import host_table, parallel, registry, sharding, sizes
 from da_jax.models.config import ModelConfig
+from da_jax.models.decoder import Decoder
 
 Row = dict[str, Any]
 SECONDS = 900  # most time for one target
@@ -48,12 +51,14 @@ class Plan:
       batch: sequences of the decode program.
       context: longest sequence, in tokens.
       int8: weights in 8 bits.
+      devices: how many share the model.
     """
 
     model: str
     batch: int = 8
     context: int = 32_768
     int8: bool = False
+    devices: int = 1
 
     def config(self) -> ModelConfig:
         """The model's configuration."""
@@ -61,7 +66,9 @@ class Plan:
 
     def settings(self) -> EngineConfig:
         """Settings of the engine."""
-        return EngineConfig(max_num_seqs=self.batch, max_model_len=self.context)
+        return EngineConfig(
+            max_num_seqs=self.batch, max_model_len=self.context, tensor_parallel=self.devices
+        )
 
 
 def rows(plan: Plan, targets: Sequence[str]) -> list[Row]:
@@ -76,7 +83,7 @@ def rows(plan: Plan, targets: Sequence[str]) -> list[Row]:
     Raises:
       ValueError: an unknown model or target.
     """
-    plan.config()
+    sharding.check(plan.config(), plan.devices)
     return [row for machine in machines.named(targets) for row in _machine(plan, machine)]
 
 
@@ -86,7 +93,8 @@ def _machine(plan: Plan, machine: machines.Machine) -> list[Row]:
         return [head | {"error": machines.INSTALL}]
     command = [
         sys.executable, "-P", "-m", "da_jax.engine.aot", plan.model, machine.name,
-        f"--batch={plan.batch}", f"--context={plan.context}", *["--int8"] * plan.int8,
+        f"--batch={plan.batch}", f"--context={plan.context}", f"--devices={plan.devices}",
+        *["--int8"] * plan.int8,
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="da-jax-aot-") as scratch:
         environment = machines.environment(machine, Path(scratch))
@@ -105,35 +113,28 @@ def _machine(plan: Plan, machine: machines.Machine) -> list[Row]:
     return found
 
 
-def programs(plan: Plan, device: jax.Device) -> Iterator[tuple[str, Callable[[], Any]]]:
+def programs(plan: Plan, devices: Sequence[jax.Device]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(name, function that compiles it) of each program; nothing is computed or allocated."""
-    config = plan.config()
+    config, device = plan.config(), devices[0]
     settings = plan.settings()
     model = registry.abstract(config, dtype=jnp.dtype(jnp.bfloat16), quantized=plan.int8)
     cache = _cache_plan(config, settings)
     forms = engine.shapes(settings, plan.context, _STOP_IDS)
     vocabulary = config.vocab_size
+    mesh = Mesh(np.array(devices[: plan.devices]), (parallel.AXIS,))
+    place_weights(model, mesh, host=on_host(plan, device))
     made = runner.Runner(
         model, forms, cache, costs=np.zeros(vocabulary, np.int32),
-        opens=np.zeros(vocabulary, bool), caches=jax.eval_shape(lambda: pools.allocate(cache)),
+        opens=np.zeros(vocabulary, bool), caches=cache_sharding.described(config, cache, mesh),
     )  # fmt: skip
-    here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
-
-    def put(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree)
-
-    weights = put(nnx.state(model))
-    if on_host(plan, device):
-        table = weights["per_layer_embedding"].get_value()
-        there = here.with_memory_kind(host_table.MEMORY)
-        weights["per_layer_embedding"].set_value(
-            jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=there)
-        )
-    caches = put(made.caches)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    around = mesh.abstract_mesh if mesh.size > 1 else machines.context(device)
 
     def compiled(program: Any, inputs: dict[str, Any]) -> Any:
-        with use_abstract_mesh(machines.context(device)):
-            traced = program.trace(weights, caches, put(packing.pack(inputs)))
+        flat = packing.pack(inputs)
+        given = jax.ShapeDtypeStruct(flat.shape, flat.dtype, sharding=everywhere)
+        with use_abstract_mesh(around):
+            traced = program.trace(nnx.state(model), made.caches, given)
             return traced.lower(lowering_platforms=(machines.lowering(device),)).compile()
 
     names = {
@@ -147,10 +148,26 @@ def programs(plan: Plan, device: jax.Device) -> Iterator[tuple[str, Callable[[],
             yield name, functools.partial(compiled, program, inputs)
 
 
+def place_weights(model: Decoder, mesh: Mesh, *, host: bool) -> None:
+    """Gives the parameters of an abstract model their shardings.
+
+    Args:
+      model: of `registry.abstract`.
+      mesh: the devices.
+      host: whether per-layer embeddings are in host memory.
+    """
+    for path, leaf in flat_parameters(model).items():
+        shape = leaf.get_value()
+        there = NamedSharding(mesh, parallel.spec(model.config, path, mesh.size))
+        if host and path == "per_layer_embedding":
+            there = there.with_memory_kind(host_table.MEMORY)
+        leaf.set_value(jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=there))
+
+
 def on_host(plan: Plan, device: jax.Device) -> bool:
     """Whether per-layer embeddings are compiled for host memory: on a TPU that has little."""
     chip = chips.chip_of(device.device_kind)
-    use = sizes.Use(int8=plan.int8)
+    use = sizes.Use(int8=plan.int8, devices=plan.devices)
     return (
         device.platform == "tpu"  # a described GPU lists no memories
         and chip is not None
@@ -163,16 +180,16 @@ def _cache_plan(config: ModelConfig, settings: EngineConfig) -> pools.CachePlan:
     return pools.plan(
         config, page_size=settings.page_size, max_tokens=settings.max_model_len,
         sequences=settings.max_num_seqs, longest_step=settings.prefill_chunk,
-        dtype=jnp.bfloat16, budget_bytes=2**60,
+        dtype=jnp.bfloat16, budget_bytes=2**60, devices=settings.tensor_parallel,
     )  # fmt: skip
 
 
 def child(plan: Plan, target: str) -> None:
     """Compiles every program for a target and prints a line for each."""
     (machine,) = machines.named([target])
-    device = machines.devices(machine)[0]
+    devices = machines.devices(machine, max(4, plan.devices))
     cache = _cache_plan(plan.config(), plan.settings())
-    for name, compile_ in programs(plan, device):
+    for name, compile_ in programs(plan, devices):
         began = time.monotonic()
         row: Row = {"target": machine.name, "program": name, "ok": False}
         try:
@@ -214,8 +231,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--int8", action="store_true")
+    parser.add_argument("--devices", type=int, required=True)
     given = parser.parse_args(arguments)
-    child(Plan(given.model, given.batch, given.context, given.int8), given.target)
+    plan = Plan(given.model, given.batch, given.context, given.int8, given.devices)
+    child(plan, given.target)
 
 
 if __name__ == "__main__":

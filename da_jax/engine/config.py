@@ -40,6 +40,8 @@ class EngineConfig:
       prefix_cache: find the pages of a prompt's beginning that an earlier prompt left.
       prefix_snapshots: copies of sliding windows and recurrent states that are kept for it, by a
         model that has such layers; each takes as much as a sequence's own.
+      tensor_parallel: devices that share the model, each with a part of every layer's heads and
+        widths; see `da_jax.models.sharding`.
     """
 
     dtype: str = "auto"
@@ -56,6 +58,7 @@ class EngineConfig:
     max_waiting: int = 4096
     prefix_cache: bool = True
     prefix_snapshots: int = 2
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         choices = {
@@ -70,7 +73,7 @@ class EngineConfig:
                 )
         least = dict.fromkeys(
             ("page_size", "max_num_seqs", "kv_cache_bytes", "prefill_chunk", "burst",
-             "step_tokens", "max_waiting"), 1
+             "step_tokens", "max_waiting", "tensor_parallel"), 1
         ) | {"prefix_snapshots": 0}  # fmt: skip
         for name, smallest in least.items():
             if getattr(self, name) < smallest:

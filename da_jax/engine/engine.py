@@ -29,6 +29,7 @@ from da_jax.engine.scheduler import Scheduler
 from da_jax.engine.sequence import Chunk, Sequence
 from da_jax.engine.timing import Timing
 from da_jax.kernels.paged_attention import Problem, choose
+from da_jax.models import sharding
 from da_jax.models.config import GatedDelta, ModelConfig
 from da_jax.models.decoder import Decoder
 from da_jax.protocol.guide import Guides
@@ -80,6 +81,7 @@ class Engine:
             model.config, page_size=config.page_size, max_tokens=self.max_len,
             sequences=slots + snapshots, longest_step=max(self.shapes.chunks),
             dtype=model.dtype, budget_bytes=config.kv_cache_bytes,
+            devices=config.tensor_parallel,
         )  # fmt: skip
         for problem in attention_problems(model.config, self.shapes, plan, model.dtype.name):
             choose(config.attention, problem)  # refused here, before anything is compiled
@@ -475,7 +477,8 @@ def attention_problems(
         form = plan.rings[owner] if windowed else plan.pages[owner]
         width = plan.ring_blocks(owner) if windowed else shapes.entries
         for batch, queries in ((max(shapes.batches), 1), (1, max(shapes.chunks))):
-            problems.append(Problem(batch, queries, mixer.num_heads, width, dtype, form, windowed))
+            heads = mixer.num_heads // sharding.attention_shards(mixer, plan.devices)
+            problems.append(Problem(batch, queries, heads, width, dtype, form, windowed))
     return list(dict.fromkeys(problems))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from da_jax.checkpoints import convert, paths
 from da_jax.engine import compilations
@@ -20,7 +21,7 @@ from da_jax.engine.engine import Engine, RequestError
 from da_jax.engine.request import Done, Event, Request, Response, SamplingParams
 from da_jax.kernels.chips import chip_of, current_target
 from da_jax.kernels.paged_attention import choose
-from da_jax.models import dtypes, hf_config, host_table, sizes
+from da_jax.models import dtypes, hf_config, host_table, parallel, sharding, sizes
 from da_jax.models.config import ModelConfig
 from da_jax.models.decoder import Decoder
 from da_jax.protocol.chunks import Chunk
@@ -133,6 +134,24 @@ class LLM:
     def compilations_after_warmup(self) -> int:
         """Programs that this process compiled since the engine was ready; 0 unless others did."""
         return compilations.count() - self._compiled
+
+    def follow(self) -> None:
+        """Serves process 0, which runs the engine, until it ends or calls `stop`.
+
+        Where several processes share a model, one on each host, all of them load it. Process 0 then
+        answers requests; all others call this, once and at once, for it waits for them.
+
+        Raises:
+          RuntimeError: in process 0.
+        """
+        self.engine.runner.follow()
+
+    def stop(self) -> None:
+        """Ends `follow` in all other processes. It is called when process 0 ends, also by an error.
+
+        Nothing can be generated afterwards. With one process it does nothing.
+        """
+        self.engine.runner.stop()
 
     def request(
         self,
@@ -312,13 +331,17 @@ def load_model(folder: str | os.PathLike[str], config: EngineConfig) -> Decoder:
     model = hf_config.read(paths.absolute(folder))
     dtype = dtypes.resolve(config.dtype, model.family, current_target())
     int8 = config.weights == "int8" or convert.is_int8(folder)
-    device = jax.devices()[0]
-    host = _per_layer_on_host(model, config, sizes.Use(dtype=dtype, int8=int8), device)
+    devices = config.tensor_parallel
+    mesh = parallel.mesh(devices)
+    sharding.check(model, devices)
+    use = sizes.Use(dtype=dtype, int8=int8, devices=devices)
+    host = _per_layer_on_host(model, config, use, mesh.local_devices[0])
 
     def place(path: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        there = NamedSharding(mesh, parallel.spec(model, path, devices))
         if host and path == PER_LAYER:
-            return host_table.sharding(shape, jnp.dtype(jnp.bfloat16), device)
-        return jax.sharding.SingleDeviceSharding(device)
+            return host_table.sharding(shape, jnp.dtype(jnp.bfloat16), there)
+        return there
 
     return convert.load(
         folder, dtype=jnp.dtype(dtype), quantized=int8, shardings=place,

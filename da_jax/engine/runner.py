@@ -17,14 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from da_jax.cache import pools, states
+from da_jax.cache import sharding as cache_sharding
 from da_jax.cache.step import StepCache
+from da_jax.engine import multihost
 from da_jax.engine.config import MAX_LOGPROBS
 from da_jax.engine.packing import pack, unpack
 from da_jax.engine.sampling import SamplingRows, choose
 from da_jax.kernels.paged_attention import BlockMask
-from da_jax.models import host_table
+from da_jax.models import parallel
 from da_jax.models.decoder import Decoder
 
 FREE = 2**31 - 1
@@ -206,18 +209,47 @@ class Runner:
         # An accelerator would multiply float32 in bfloat16 passes; who asks for float32 wants it.
         exact = model.dtype == jnp.float32
         self._precision = "highest" if exact else "default"
-        weights = jax.tree.leaves(self._state)
-        tables = [leaf for leaf in weights if host_table.on_host(leaf)]
-        self._where = host_table.beside(tables[0]) if tables else weights[0].sharding
-        self.caches = self._allocate() if caches is None else caches
+        self.mesh = parallel.mesh_of(jax.tree.leaves(self._state)[0])
+        self._specs = cache_sharding.specs(model.config, plan)
+        self._everywhere = NamedSharding(self.mesh, PartitionSpec())
+        # The next call of a program takes the caches from where this one leaves them.
+        self._kept = cache_sharding.shardings(model.config, plan, self.mesh)
+        if caches is None:
+            caches = cache_sharding.allocate(model.config, plan, self.mesh)
+        self.caches = caches
         self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
+        several = jax.process_count() > 1
+        self._link = multihost.Link(self._lengths()) if several else None
 
-    def _allocate(self) -> pools.Caches:
-        return jax.device_put(pools.allocate(self.plan), self._where)
+    def _lengths(self) -> dict[tuple[str, int], int]:
+        """Length of the packed inputs of every program."""
+        return {
+            (kind, program_size(kind, like)): len(pack(like)) for kind, _, like in self.programs()
+        }
 
-    def _put(self, inputs: dict[str, Any]) -> jax.Array:
-        """The inputs of a program, as one array on the device."""
-        return jax.device_put(pack(inputs), self._where)
+    def _put(self, packed: np.ndarray) -> jax.Array:
+        """The inputs of a program, as one array on every device."""
+        if self._link is None:
+            return jax.device_put(packed, self._everywhere)
+        # `device_put` would first compare what the processes have.
+        read = packed.__getitem__
+        return jax.make_array_from_callback(packed.shape, self._everywhere, read)
+
+    def on_devices(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """A program as the devices that share the model run it together.
+
+        Args:
+          program: (state, caches, inputs) to (caches, outputs). Each device runs it on its part of
+            state and caches; inputs and outputs are the same on all.
+        """
+        if self.mesh.size == 1:
+            return program
+        weights = jax.tree.map(lambda leaf: leaf.sharding.spec, self._state)
+        everywhere = PartitionSpec()
+        return jax.shard_map(
+            program, mesh=self.mesh, in_specs=(weights, self._specs, everywhere),
+            out_specs=(self._specs, everywhere), check_vma=False,
+        )  # fmt: skip
 
     def prefill(
         self,
@@ -258,9 +290,35 @@ class Runner:
         self._call("copy", places)
 
     def _call(self, kind: str, inputs: dict[str, Any]) -> Any:
-        run = self._compiled[kind, program_size(kind, inputs)]
-        self.caches, result = run(self._state, self.caches, self._put(inputs))
+        """Calls a program, also in the processes that follow."""
+        which, packed = (kind, program_size(kind, inputs)), pack(inputs)
+        if self._link is not None:
+            self._link.send(which, packed)
+        return self._run(which, packed)
+
+    def _run(self, which: tuple[str, int], packed: np.ndarray) -> Any:
+        run = self._compiled[which]
+        self.caches, result = run(self._state, self.caches, self._put(packed))
         return result
+
+    def follow(self) -> None:
+        """Makes every call that process 0 makes, until it stops; for all other processes.
+
+        Raises:
+          RuntimeError: in process 0, or where there is no other process.
+        """
+        if self._link is None or self._link.leads:
+            raise RuntimeError(
+                f"process {jax.process_index()} of {jax.process_count()} has none to follow; only "
+                "those from 1 on follow process 0"
+            )
+        while (call := self._link.receive()) is not None:
+            self._run(*call)
+
+    def stop(self) -> None:
+        """Ends `follow` in all other processes; does nothing where there are none."""
+        if self._link is not None:
+            self._link.stop()
 
     def programs(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         """Every program that ever runs: (kind, program, inputs that change nothing).
@@ -284,10 +342,14 @@ class Runner:
             return program(state, caches=caches, **unpack(inputs, like))
 
         del run.__wrapped__  # its signature is another
-        return jax.jit(run, donate_argnums=1)
+        out = self._kept, self._everywhere
+        return jax.jit(self.on_devices(run), donate_argnums=1, out_shardings=out)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compiles every program, several at a time, and runs each once on empty rows."""
+        """Compiles every program, several at a time, and runs each once on empty rows.
+
+        A process that follows another only compiles: it runs them when it follows.
+        """
         work = list(self.programs())
         progress(0, len(work))
         with (
@@ -296,12 +358,12 @@ class Runner:
         ):
             compiling = []
             for kind, program, inputs in work:
-                lowered = program.lower(self._state, self.caches, self._put(inputs))
+                lowered = program.lower(self._state, self.caches, self._put(pack(inputs)))
                 compiling.append((kind, inputs, compilers.submit(lowered.compile)))
             for done, (kind, inputs, compiled) in enumerate(compiling, 1):
                 self._compiled[kind, program_size(kind, inputs)] = compiled.result()
                 progress(done, len(work))
-        for kind, _, inputs in work:
+        for kind, _, inputs in work if self._link is None or self._link.leads else ():
             self._call(kind, inputs)
 
     def empty_rows(self, batch: int) -> Rows:

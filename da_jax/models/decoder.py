@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from da_jax.models import parallel
 from da_jax.models.config import ModelConfig
 from da_jax.models.layers import Angles, Cache, Linear, Make, multiply, quantize
 
@@ -48,10 +49,15 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Rows [B, T, E] of the embedding times `embed_scale`, rounded to the dtype first."""
-        rows = self.embedding[...][tokens]
+        table = self.embedding[...]
+        divided = len(table) != self.config.vocab_size
+        ids, here = parallel.own_rows(tokens, len(table)) if divided else (tokens, None)
+        rows = table[ids]
         if self.quantized:
-            rows = rows * self.embedding_scale[...][tokens][..., None]
+            rows = rows * self.embedding_scale[...][ids][..., None]
         rows = rows.astype(self.dtype)
+        if here is not None:
+            rows = parallel.total(jnp.where(here[..., None], rows, 0))
         return rows * jnp.asarray(self.embed_scale, self.dtype) if self.embed_scale != 1 else rows
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -64,6 +70,8 @@ class Decoder(nnx.Module):
                 logits = multiply(hidden, kernel, self.head.kernel_scale[...])
             else:
                 logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+        if logits.shape[-1] != self.config.vocab_size:
+            logits = parallel.gathered(logits)
         if cap := self.config.softcap:
             logits = cap * jnp.tanh(logits / cap)
         return logits

@@ -117,6 +117,9 @@ def _chunked(q, k, v, g, beta, memory):
 class GatedDeltaNet(nnx.Module):
     """The layer around `delta_rule`: projections, convolution, gates and output norm.
 
+    Its channels are grouped by key head, [q | k | v of the value heads that it serves], so that
+    devices can each have some heads.
+
     Args:
       config: shape of the layer.
       features: width of the residual stream.
@@ -137,7 +140,7 @@ class GatedDeltaNet(nnx.Module):
         c = self.config = config
         self.layer = layer
         values = c.value_heads * c.value_dim
-        self.qkv = Linear(features, c.channels, make)
+        self.qkv_by_head = Linear(features, c.channels, make)
         self.z = Linear(features, values, make)
         self.b = Linear(features, c.value_heads, make._replace(quantized=False))
         self.a = Linear(features, c.value_heads, make._replace(quantized=False))
@@ -152,12 +155,13 @@ class GatedDeltaNet(nnx.Module):
         c, valid = self.config, cache.valid
         before = cache.recall(self.layer)
         mixed, conv = causal_conv(
-            self.qkv(x), self.conv[...], before.conv, jnp.sum(valid, axis=1, dtype=jnp.int32)
-        )
-        keys = c.key_heads * c.key_dim
-        q, k, v = jnp.split(jax.nn.silu(mixed), (keys, 2 * keys), axis=-1)
-        q, k = (self._heads(y) for y in (q, k))  # [B, T, value_heads, DK]
-        v = v.reshape(*x.shape[:2], c.value_heads, c.value_dim)
+            self.qkv_by_head(x), self.conv[...], before.conv,
+            jnp.sum(valid, axis=1, dtype=jnp.int32),
+        )  # fmt: skip
+        mixed = jax.nn.silu(mixed).reshape(*x.shape[:2], -1, c.channels // c.key_heads)
+        q, k, v = jnp.split(mixed, (c.key_dim, 2 * c.key_dim), axis=-1)
+        q, k = (self._heads(y) for y in (q, k))  # [B, T, value heads, DK]
+        v = v.reshape(*q.shape[:3], c.value_dim)
         decay = -jnp.exp(self.a_log[...]) * jax.nn.softplus(
             self.a(x).astype(jnp.float32) + self.dt_bias[...]
         )
@@ -171,7 +175,6 @@ class GatedDeltaNet(nnx.Module):
 
     def _heads(self, x: jax.Array) -> jax.Array:
         """Heads of length 1, float32, each repeated for the value heads that it serves."""
-        c = self.config
-        x = x.reshape(*x.shape[:2], c.key_heads, c.key_dim).astype(jnp.float32)
+        c, x = self.config, x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
         return jnp.repeat(x, c.value_heads // c.key_heads, axis=2)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from da_jax.models import host_table
+from da_jax.models import host_table, parallel
 from da_jax.models.config import Attention as AttentionConfig
 from da_jax.models.config import ModelConfig
 from da_jax.models.decoder import Decoder
@@ -139,9 +139,17 @@ class Gemma4(Decoder):
             return None
         size = self.config.per_layer_inputs.size
         shape = (*tokens.shape, len(self.config.layers), size)
-        # The table may lie in host memory, and in a narrower dtype than the model's.
-        rows = host_table.rows(self.per_layer_embedding[...], tokens).astype(self.dtype)
+        rows = self._per_layer_rows(tokens).astype(self.dtype)
         rows = rows * jnp.asarray(size**0.5, self.dtype)
         context = times(self.per_layer_projection(x), x.shape[-1] ** -0.5)
         context = self.per_layer_norm(context.reshape(shape))
         return times(context + rows.reshape(shape), 2**-0.5)
+
+    def _per_layer_rows(self, tokens: jax.Array) -> jax.Array:
+        """Rows of the table, which may lie in host memory, and in a narrower dtype than ours."""
+        assert self.config.per_layer_inputs is not None
+        table, size = self.per_layer_embedding[...], self.config.per_layer_inputs.vocab_size
+        if len(table) == size:
+            return host_table.rows(table, tokens)
+        ids, here = parallel.own_rows(jnp.clip(tokens, 0, size - 1), len(table))
+        return parallel.total(jnp.where(here[..., None], host_table.rows(table, ids), 0))

@@ -43,11 +43,28 @@ def place(table: np.ndarray | jax.Array, device: jax.Device | None = None) -> ja
       ValueError: the table is no matrix, or its rows cannot be told apart in words of 4 bytes.
     """
     device = jax.devices()[0] if device is None else device
-    return jax.device_put(table, sharding(table.shape, table.dtype, device))
+    _check(table.shape, table.dtype, device)
+    # Only a NamedSharding makes the memory a part of the type.
+    there = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
+    return jax.device_put(table, there.with_memory_kind(MEMORY))
 
 
-def sharding(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> NamedSharding:
-    """Where a table goes that a device reads from host memory; see `place`."""
+def sharding(shape: tuple[int, ...], dtype: np.dtype, there: NamedSharding) -> NamedSharding:
+    """Where a table goes that devices read from host memory, all of it or some rows each.
+
+    Args:
+      shape: [V, W].
+      dtype: of the table.
+      there: how it is spread over devices, in whatever memory.
+
+    Raises:
+      HostMemoryError, ValueError: as `place`.
+    """
+    _check(there.shard_shape(shape), dtype, there.mesh.local_devices[0])
+    return there.with_memory_kind(MEMORY)
+
+
+def _check(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> None:
     _check_shape(shape, dtype)
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if MEMORY not in kinds:
@@ -60,23 +77,11 @@ def sharding(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> Nam
             f"a TPU fetches rows of at least {_TPU_WIDTH} numbers from host memory, not of "
             f"{shape[1]}; keep so small a table in device memory"
         )
-    # Only a NamedSharding makes the memory a part of the type.
-    mesh = Mesh(np.array([device]), ("device",))
-    return NamedSharding(mesh, PartitionSpec(), memory_kind=MEMORY)
 
 
 def on_host(table: jax.Array) -> bool:
     """Whether a table is one from `place`, also while a program is traced."""
     return jax.typeof(table).memory_space == jax.memory.Space.Host
-
-
-def beside(table: jax.Array) -> jax.sharding.Sharding:
-    """Where to put arrays that a program takes together with a table from `place` and gives back.
-
-    What comes out of such a program lies there. If it went in from elsewhere the second call, which
-    gets it back, would compile the program anew.
-    """
-    return table.sharding.with_memory_kind("device")
 
 
 def rows(table: jax.Array, ids: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from da_jax.models import parallel
 from da_jax.models.config import Attention, RopeConfig
 from da_jax.models.rope import cos_sin, rotate
 
@@ -89,9 +90,14 @@ class Make(NamedTuple):
 
 
 class Linear(nnx.Module):
-    """y = x W, without bias. int8 weights have a scale for each output."""
+    """y = x W, without bias. int8 weights have a scale for each output.
+
+    Where devices share a model, see `parallel`, one that has some of the outputs gives those, and
+    one that has some of the inputs gives the sum over all devices.
+    """
 
     def __init__(self, in_features: int, out_features: int, make: Make):
+        self.in_features = in_features
         weights = make.normal((in_features, out_features), in_features**-0.5)
         self.quantized = make.quantized
         if make.quantized:
@@ -101,9 +107,12 @@ class Linear(nnx.Module):
             self.kernel = nnx.Param(weights.astype(make.dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if not self.quantized:
-            return x @ self.kernel[...]
-        return multiply(x, self.kernel[...], self.kernel_scale[...]).astype(x.dtype)
+        kernel = self.kernel[...]
+        if self.quantized:
+            out = multiply(x, kernel, self.kernel_scale[...]).astype(x.dtype)
+        else:
+            out = x @ kernel
+        return out if kernel.shape[0] == self.in_features else parallel.total(out)
 
 
 def multiply(x: jax.Array, weights: jax.Array, scale: jax.Array) -> jax.Array:

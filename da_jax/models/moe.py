@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from da_jax.models import parallel
 from da_jax.models.config import Experts
 from da_jax.models.layers import (
     Activation,
@@ -159,7 +160,9 @@ class ExpertWeights(nnx.Module):
         if self.quantized:
             scales = (self.gate_scale[...], self.up_scale[...], self.down_scale[...])
             matrices = matrices._replace(scales=scales)
-        return run_experts(x, idx, weights, matrices, self.act)
+        out = run_experts(x, idx, weights, matrices, self.act)
+        # Devices that share a model have a part of the width of every expert.
+        return out if matrices.gate.shape[-1] == self.experts.hidden else parallel.total(out)
 
 
 class SparseMLP(ExpertWeights):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from da_jax.kernels import chips
-from da_jax.models import dtypes
+from da_jax.models import dtypes, sharding
 from da_jax.models.config import Attention, GatedDelta, Kind, Layer, ModelConfig
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -82,9 +82,23 @@ def distinct_experts(count: int, top_k: int, batch: int) -> float:
     return count * (1 - (1 - top_k / count) ** batch)
 
 
-def weight_bytes(config: ModelConfig, *, itemsize: int, int8: bool) -> int:
-    """Bytes of all parameters, with `itemsize` bytes a number, or int8 and its scales."""
-    return sum(_bytes(tensor, itemsize, int8) for tensor in tensors(config))
+def weight_bytes(config: ModelConfig, *, itemsize: int, int8: bool, devices: int = 1) -> int:
+    """Bytes of all parameters, with `itemsize` bytes a number, or int8 and its scales.
+
+    Where several devices share the model, see `sharding`, what each of them has.
+    """
+
+    def part(path: str, scale: str = "") -> int:
+        return 1 if sharding.divided_axis(config, path + scale, devices) is None else devices
+
+    total = 0
+    for tensor in tensors(config):
+        if int8 and tensor.scales:
+            total += tensor.size // part(tensor.path)
+            total += 4 * tensor.scales // part(tensor.path, "_scale")
+        else:
+            total += tensor.size * itemsize // part(tensor.path)
+    return total
 
 
 def per_layer_embedding_bytes(config: ModelConfig, itemsize: int) -> int:
@@ -194,6 +208,7 @@ class Use:
       page_size: tokens of a KV page.
       prefill_chunk: tokens of a prefill step.
       per_layer_on_host: whether Gemma 4's per-layer embeddings are kept off the device.
+      devices: how many share the model.
     """
 
     batch: int = 1
@@ -203,9 +218,10 @@ class Use:
     page_size: int = 64
     prefill_chunk: int = 512
     per_layer_on_host: bool = False
+    devices: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch", "context", "page_size", "prefill_chunk"):
+        for name in ("batch", "context", "page_size", "prefill_chunk", "devices"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.dtype not in ITEMSIZE:
@@ -219,7 +235,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on the device.
+    """Bytes on the device, on each where several share the model.
 
     Attributes:
       weights: parameters, without those on the host.
@@ -244,9 +260,13 @@ class Memory:
 def memory(config: ModelConfig, use: Use) -> Memory:
     """What the model needs on the device."""
     host = per_layer_embedding_bytes(config, use.itemsize) if use.per_layer_on_host else 0
+    if host and sharding.divided_axis(config, "per_layer_embedding", use.devices) is not None:
+        host //= use.devices
+    weights = weight_bytes(config, itemsize=use.itemsize, int8=use.int8, devices=use.devices)
+    config = sharding.part(config, use.devices)
     pages, rings = _cache_bytes(config, use)
     return Memory(
-        weights=weight_bytes(config, itemsize=use.itemsize, int8=use.int8) - host,
+        weights=weights - host,
         pages=pages,
         rings=rings,
         states=use.batch * state_bytes_per_sequence(config, itemsize=use.itemsize),
@@ -262,13 +282,12 @@ def longest_context(config: ModelConfig, use: Use, bytes_free: int) -> int:
     """
     need = memory(config, use)
     room = bytes_free - (need.total - need.pages - need.rings)
+    part = sharding.part(config, use.devices)
     pages = range(1, -(-config.max_positions // use.page_size) + 1)
     fit = bisect.bisect_right(
         pages,
         room,
-        key=lambda n: sum(
-            _cache_bytes(config, dataclasses.replace(use, context=n * use.page_size))
-        ),
+        key=lambda n: sum(_cache_bytes(part, dataclasses.replace(use, context=n * use.page_size))),
     )
     return min(config.max_positions, fit * use.page_size)
 
@@ -278,13 +297,13 @@ def per_layer_on_host(config: ModelConfig, use: Use, device_bytes: int) -> bool:
 
     They are where the weights would fill more than half of it. A step reads one row a token.
     """
-    weights = weight_bytes(config, itemsize=use.itemsize, int8=use.int8)
+    weights = weight_bytes(config, itemsize=use.itemsize, int8=use.int8, devices=use.devices)
     return config.per_layer_inputs is not None and weights > device_bytes / 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Whether a model runs on one device.
+    """Whether a model runs on one device, or on as many alike as share it.
 
     Attributes:
       chip: name of the device, as in `kernels.chips`.
@@ -302,7 +321,7 @@ class Fit:
 
 
 def fits(config: ModelConfig, use: Use) -> list[Fit]:
-    """The longest context on every chip, the model on one device alone."""
+    """The longest context on every chip, the model on `use.devices` of them."""
     return [_fit(config, use, chip) for chip in chips.CHIPS]
 
 
@@ -405,7 +424,7 @@ def _attention(width: int, mixer: Attention, *, qk_norm: bool) -> Iterator[Tenso
 
 def _delta(width: int, mixer: GatedDelta) -> Iterator[Tensor]:
     values = mixer.value_heads * mixer.value_dim
-    yield _linear("delta.qkv", width, mixer.channels)
+    yield _linear("delta.qkv_by_head", width, mixer.channels)
     yield _linear("delta.z", width, values)
     yield _linear("delta.out", values, width)
     for name in ("delta.b", "delta.a"):

@@ -145,10 +145,21 @@ def environment(machine: Machine, scratch: Path) -> dict[str, str]:
     return kept | ours
 
 
-def devices(machine: Machine) -> list[jax.Device]:
-    """Four devices of a machine that is not there; only in a process with its `environment`."""
+def devices(machine: Machine, count: int = 4) -> list[jax.Device]:
+    """Devices of a machine that is not there; only in a process with its `environment`.
+
+    Raises:
+      ValueError: for more than eight, or more than four GPUs.
+    """
+    most = 4 if machine.gpu else 8
+    if count > most:
+        raise ValueError(f"{count} devices: of {machine.name} at most {most} can be described")
     if machine.gpu is None:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=machine.topology)
+        slice_ = machine.topology
+        if count > 4:  # twice as many chips along the last axis
+            slice_, size = slice_[:-1], int(slice_[-1])
+            slice_ += str(2 * size)
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=slice_)
     else:
         topology = topologies.get_topology_desc(
             platform="cuda",
@@ -156,7 +167,7 @@ def devices(machine: Machine) -> list[jax.Device]:
             target_config=_target_config(machine.chip, machine.gpu),
             topology="1x1x4",
         )
-    return list(topology.devices)[:4]
+    return list(topology.devices)[:count]
 
 
 def context(device: jax.Device) -> AbstractMesh:

@@ -73,8 +73,14 @@ def test_matrices_are_transposed_and_fused_experts_taken_apart(tmp_path):
         np.testing.assert_array_equal(loaded["layers.2.moe.gate"][e], gate)
         np.testing.assert_array_equal(loaded["layers.2.moe.up"][e], up)
         np.testing.assert_array_equal(loaded["layers.2.moe.down"][e], down[e].T)
-    conv = stored[f"{layer}linear_attn.conv1d.weight"]
-    np.testing.assert_array_equal(loaded["layers.2.delta.conv"], conv)
+    heads, keys = config["linear_num_key_heads"], config["linear_num_key_heads"] * 16
+    for ours, theirs in (("qkv_by_head.kernel", "in_proj_qkv"), ("conv", "conv1d")):
+        tensor = stored[f"{layer}linear_attn.{theirs}.weight"]
+        q, k, v = np.split(tensor, (keys, 2 * keys))
+        groups = zip(*(np.split(x, heads) for x in (q, k, v)))
+        tensor = np.concatenate([part for group in groups for part in group])
+        expected = tensor if ours == "conv" else tensor.T
+        np.testing.assert_array_equal(loaded[f"layers.2.delta.{ours}"], expected)
 
 
 def test_projections_that_are_grouped_by_key_head_are_taken_apart(tmp_path):
@@ -87,12 +93,9 @@ def test_projections_that_are_grouped_by_key_head_are_taken_apart(tmp_path):
         keys, 2 * dk + 2 * ratio * dv, -1
     )
     pairs = stored["model.layers.0.linear_attn.in_proj_ba.weight"].reshape(keys, 2 * ratio, -1)
-    q = np.concatenate([group[:dk] for group in groups])
-    k = np.concatenate([group[dk : 2 * dk] for group in groups])
-    v = np.concatenate([group[2 * dk : 2 * dk + ratio * dv] for group in groups])
     z = np.concatenate([group[2 * dk + ratio * dv :] for group in groups])
-    qkv = np.concatenate([q, k, v])
-    np.testing.assert_array_equal(loaded["layers.0.delta.qkv.kernel"], qkv.T)
+    qkv = np.concatenate([group[: 2 * dk + ratio * dv] for group in groups])
+    np.testing.assert_array_equal(loaded["layers.0.delta.qkv_by_head.kernel"], qkv.T)
     np.testing.assert_array_equal(loaded["layers.0.delta.z.kernel"], z.T)
     b = np.concatenate([pair[:ratio] for pair in pairs])
     a = np.concatenate([pair[ratio:] for pair in pairs])
@@ -249,8 +252,9 @@ def test_int8_covers_the_matrices_and_nothing_else(tmp_path):
     leaves = {path.split(".", 2)[2] if path.startswith("layers.") else path for path in quantised}
     assert leaves == {
         "embedding", "head.kernel",
-        *(f"attention.{x}.kernel" for x in "qkvo"), *(f"delta.{x}.kernel" for x in ("qkv", "z")),
-        "delta.out.kernel", "moe.gate", "moe.up", "moe.down",
+        *(f"attention.{x}.kernel" for x in "qkvo"),
+        *(f"delta.{x}.kernel" for x in ("qkv_by_head", "z", "out")),
+        *(f"moe.{x}" for x in ("gate", "up", "down")),
         *(f"moe.shared.{x}.kernel" for x in ("gate", "up", "down")),
     }  # fmt: skip
     assert small.keys() == exact.keys() | {f"{path}_scale" for path in quantised}

@@ -37,7 +37,10 @@ def test_json_has_flat_keys_with_units(info):
         "layers_with_experts", "window_tokens", "dtype", "weights", "batch", "context_tokens",
         "page_size_tokens", "prefill_chunk_tokens", "kv_bytes_per_token_full",
         "kv_bytes_per_token_sliding", "kv_read_bytes_per_token_full",
-        "kv_read_bytes_per_token_sliding", "state_bytes_per_sequence", "memory_bytes",
+        "kv_read_bytes_per_token_sliding", "state_bytes_per_sequence", "devices",
+        "device_kv_bytes_per_token_full", "device_kv_bytes_per_token_sliding",
+        "device_kv_read_bytes_per_token_full", "device_kv_read_bytes_per_token_sliding",
+        "device_state_bytes_per_sequence", "memory_bytes",
         "memory_bytes_weights", "memory_bytes_pages", "memory_bytes_rings", "memory_bytes_states",
         "memory_bytes_workspace", "per_layer_embedding_bytes", "read_bytes_per_step",
         "read_bytes_per_step_weights", "read_bytes_per_step_full", "read_bytes_per_step_sliding",
@@ -163,3 +166,28 @@ def test_notes_on_what_is_beyond_the_checkpoint(info):
     assert "beyond the 40,960 positions" in json.loads(out)["notes"][0]
     _, out, _ = info("gemma-3-4b", "--dtype", "float16", "--json")
     assert "float16's range" in json.loads(out)["notes"][0]
+
+
+def test_a_mesh_says_what_each_device_holds(info):
+    """Gemma 4 31B: 32 query heads; 16 KV heads in sliding layers, 4 in full ones."""
+    one, eight = (json.loads(info("gemma-4-31B", "--mesh", n, "--json")[1]) for n in "18")
+    assert one["device_kv_bytes_per_token_full"] == one["kv_bytes_per_token_full"]
+    assert eight["kv_bytes_per_token_full"] == one["kv_bytes_per_token_full"]
+    assert eight["device_kv_bytes_per_token_full"] == one["kv_bytes_per_token_full"] // 4
+    assert eight["device_kv_bytes_per_token_sliding"] == one["kv_bytes_per_token_sliding"] // 8
+    assert eight["memory_bytes_rings"] == one["memory_bytes_rings"] // 8
+    # Only keys and values of full layers (2 x 4 x 512 of 5376 features, 10 layers; k_eq_v halves
+    # it), norms and scalars are on all devices whole.
+    whole = 10 * 4 * 512 * 5376
+    divided = (one["parameters"] - whole) * 2 / 8 + whole * 2
+    assert eight["memory_bytes_weights"] == pytest.approx(divided, rel=1e-3)
+    code, out, _ = info("gemma-4-31B", "--mesh", "8")
+    assert code == 0 and "on each of 8 devices" in out and "Longest context on 8 devices" in out
+    assert info("Qwen3.6-27B", "--mesh", "0")[2].startswith("da-jax: --mesh is 0")
+    assert "7 devices cannot share this qwen3_5" in info("Qwen3.6-27B", "--mesh", "7")[2]
+
+
+def test_a_mesh_divides_states_by_heads(info):
+    one, four = (json.loads(info("Qwen3.6-27B", "--mesh", n, "--json")[1]) for n in "14")
+    assert four["device_state_bytes_per_sequence"] == one["state_bytes_per_sequence"] // 4
+    assert four["memory_bytes_states"] == one["memory_bytes_states"] // 4

@@ -23,10 +23,13 @@ def test_a_missing_compiler_is_a_row_that_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
-@pytest.mark.parametrize("case", ["gemma4_e2b", "qwen3_5_moe"])
-def test_prefill_and_decode_compile_for_a_tpu_and_update_the_caches_in_place(tmp_path, case):
+@pytest.mark.parametrize(("case", "devices"), [("gemma4_e2b", 1), ("qwen3_5_moe", 2)])
+def test_prefill_and_decode_compile_for_a_tpu_and_update_the_caches_in_place(
+    tmp_path, case, devices
+):
     folder = tiny.write_folder(tmp_path / "model", case)
-    rows = aot.rows(aot.Plan(str(folder), batch=2, context=512, int8=case == "gemma4_e2b"), ["v5e"])
+    plan = aot.Plan(str(folder), 2, 512, int8=case == "gemma4_e2b", devices=devices)
+    rows = aot.rows(plan, ["v5e"])
     assert [(row["program"], row["ok"], row["error"]) for row in rows] == [
         ("prefill, 512 tokens", True, ""),
         ("decode, batch 2", True, ""),

@@ -107,7 +107,7 @@ def test_a_model_does_not_know_where_its_table_lies():
 def test_a_program_compiles_once_when_its_state_lies_beside_the_table():
     table = host_table.place(table_of(jnp.bfloat16))
     step = jax.jit(lambda table, sums, ids: sums + host_table.rows(table, ids), donate_argnums=1)
-    sums = jax.device_put(np.zeros((*IDS.shape, WIDTH)), host_table.beside(table))
+    sums = jax.device_put(np.zeros((*IDS.shape, WIDTH)), table.sharding.with_memory_kind("device"))
     sums = step(table, sums, IDS)
     before = compilations.count()
     step(table, sums, IDS)
