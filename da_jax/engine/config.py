@@ -42,6 +42,8 @@ class EngineConfig:
         model that has such layers; each takes as much as a sequence's own.
       tensor_parallel: devices that share the model, each with a part of every layer's heads and
         widths; see `da_jax.models.sharding`.
+      data_parallel: replicas of the model, each on devices of its own and with its own share of
+        the requests; `max_num_seqs`, `kv_cache_bytes` and `max_waiting` are those of one.
     """
 
     dtype: str = "auto"
@@ -59,6 +61,7 @@ class EngineConfig:
     prefix_cache: bool = True
     prefix_snapshots: int = 2
     tensor_parallel: int = 1
+    data_parallel: int = 1
 
     def __post_init__(self) -> None:
         choices = {
@@ -73,7 +76,7 @@ class EngineConfig:
                 )
         least = dict.fromkeys(
             ("page_size", "max_num_seqs", "kv_cache_bytes", "prefill_chunk", "burst",
-             "step_tokens", "max_waiting", "tensor_parallel"), 1
+             "step_tokens", "max_waiting", "tensor_parallel", "data_parallel"), 1
         ) | {"prefix_snapshots": 0}  # fmt: skip
         for name, smallest in least.items():
             if getattr(self, name) < smallest:

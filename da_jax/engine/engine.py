@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import numpy as np
@@ -23,7 +23,8 @@ from da_jax.engine import runner as device
 from da_jax.engine.batch import allowed_of, fill_decode, fill_rows
 from da_jax.engine.config import MAX_STOP_IDS, EngineConfig
 from da_jax.engine.detokenize import TokenTable
-from da_jax.engine.request import Done, Event, PrefillProgress, Request, TokenLogprob
+from da_jax.engine.loop import Loop, RequestError
+from da_jax.engine.request import Event, PrefillProgress, Request, TokenLogprob
 from da_jax.engine.sampling import key_of
 from da_jax.engine.scheduler import Scheduler
 from da_jax.engine.sequence import Chunk, Sequence
@@ -38,11 +39,7 @@ SPARE_ENTRIES = 64  # entries of a mask beyond two a page, see `shapes`
 LONGEST_DEFAULT = 32_768
 
 
-class RequestError(ValueError):
-    """A request that cannot run, with the value and the remedy. Other requests are not touched."""
-
-
-class Engine:
+class Engine(Loop):
     """Runs requests on one model.
 
     Args:
@@ -50,6 +47,7 @@ class Engine:
       table: the tokens as bytes.
       stop_ids: the checkpoint's own stop tokens.
       config: settings.
+      ids: numbers for its requests.
       clock: seconds that never go back.
 
     Raises:
@@ -63,8 +61,10 @@ class Engine:
         table: TokenTable,
         stop_ids: frozenset[int],
         config: EngineConfig,
+        ids: Iterator[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        super().__init__()
         self.config, self.table, self._clock = config, table, clock
         declared = model.config.max_positions
         self.max_len = min(config.max_model_len or LONGEST_DEFAULT, declared)
@@ -102,12 +102,10 @@ class Engine:
             find_prefixes=config.prefix_cache,
         )  # fmt: skip
         self.timing = Timing()
-        self._ids = itertools.count()
+        self._ids = itertools.count() if ids is None else ids
         self._turns = itertools.count()
-        self._pending: list[Event] = []  # for the next `step` to return
         self._flights: list[_Flight] = []
         self._unread: list[Sequence] = []  # whose text is read while the device runs on
-        self._boxes: dict[int, list[Event]] = {}  # events of requests that a `run` waits for
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every program; after it nothing compiles. See `compilations`."""
@@ -178,16 +176,19 @@ class Engine:
             guides=self._guides() if request.params.guided else None,
         )
 
-    def cancel(self, request_id: int) -> None:
-        """Ends a request now; its response holds what was generated. Unknown ids do nothing."""
-        sequence = self.scheduler.find(request_id)
-        if sequence is not None:
-            self._pending += self._end(sequence, "cancelled")
-
     @property
     def idle(self) -> bool:
         """Whether there is nothing left to do or to tell."""
         return self.scheduler.idle and not self._pending
+
+    @property
+    def room(self) -> int:
+        """How many more requests may wait."""
+        return self.scheduler.room
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens at the start of its prompt that `add` would find in the cache."""
+        return self.scheduler.cached_tokens(request.prompt.ids)
 
     def step(self) -> list[Event]:
         """Takes what the device chose, gives it new work, and returns what came of the old.
@@ -196,68 +197,22 @@ class Engine:
         are not. While it runs, the host reads the text of those sequences that did not have to
         be read before.
         """
-        return self._run(self._expire, self._collect, self._prefill, self._burst, self._read)
+        work = self._expire, self._collect, self._prefill, self._burst, self._read
+        return self._step(*work)
 
     def prefill_step(self) -> list[Event]:
         """A step without a burst: nothing decodes."""
-        return self._run(self._expire, self._collect, self._prefill, self._read)
+        return self._step(self._expire, self._collect, self._prefill, self._read)
 
-    def _run(self, *work: Callable[[], list[Event]]) -> list[Event]:
-        for part in work:
-            made = part()  # which may replace the list below, when a stream is closed meanwhile
-            self._pending += made  # kept if the next part fails
-        events, self._pending = self._pending, []
+    def _step(self, *work: Callable[[], list[Event]]) -> list[Event]:
+        events = self._all(*work)
         if self.scheduler.idle:
             self._flights.clear()  # of rows that nobody waits for any more
         return events
 
-    def run(self, requests: Iterable[Request]) -> Generator[Event, None, None]:
-        """Answers requests, yielding their events and no others.
-
-        Several runs may be interleaved in one thread; each advances all of them. A run that is
-        abandoned cancels what it has not finished.
-
-        Args:
-          requests: a list is checked at once; what else can be iterated is asked for the next
-            request when it may wait, so that there can be any number of them.
-
-        Raises:
-          RequestError: when one of them can never run.
-        """
-        if isinstance(requests, list | tuple):
-            for request in requests:
-                self.check(request)
-        return self._events(iter(requests))
-
-    def _events(self, requests: Iterator[Request]) -> Generator[Event, None, None]:
-        box, numbers, unfinished = list[Event](), list[int](), set[int]()
-        more = True
-        try:
-            while more or unfinished:
-                while more and self.scheduler.room:
-                    request = next(requests, None)
-                    if more := request is not None:
-                        number = self.add(request)
-                        numbers.append(number)
-                        unfinished.add(number)
-                        self._boxes[number] = box
-                while not box and unfinished:
-                    if self.idle:
-                        raise RuntimeError(f"requests {sorted(unfinished)} were lost by a fault")
-                    for event in self.step():
-                        self._boxes.get(event.request_id, self._pending).append(event)
-                if not box:
-                    continue
-                event = box.pop(0)
-                if isinstance(event, Done):
-                    unfinished.remove(event.request_id)
-                    del self._boxes[event.request_id]
-                yield event
-        finally:
-            for number in unfinished:
-                self.cancel(number)
-                del self._boxes[number]
-            self._pending = [e for e in self._pending if e.request_id not in unfinished]
+    def _cancel(self, request_id: int) -> list[Event]:
+        sequence = self.scheduler.find(request_id)
+        return [] if sequence is None else self._end(sequence, "cancelled")
 
     def _expire(self) -> list[Event]:
         now = self._clock()

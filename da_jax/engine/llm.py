@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from da_jax.engine import compilations
 from da_jax.engine.config import EngineConfig
 from da_jax.engine.detokenize import TokenTable
 from da_jax.engine.engine import Engine, RequestError
+from da_jax.engine.replicas import Replicas
 from da_jax.engine.request import Done, Event, Request, Response, SamplingParams
 from da_jax.kernels.chips import chip_of, current_target
 from da_jax.kernels.paged_attention import choose
@@ -40,7 +42,7 @@ class LLM:
     """A language model that reads only the KV pages that it declared.
 
     Args:
-      model: the model.
+      model: the model; or several copies of it, each on devices of its own.
       tokenizer: its fast Hugging Face tokenizer, with a chat template.
       stop_ids: tokens that end a response.
       style: how prompts are written, see `PromptRenderer`.
@@ -50,13 +52,17 @@ class LLM:
       template_kwargs: passed to the chat template, such as `{"reasoning_effort": "low"}`.
       progress: called with (stage, done, total) while programs compile.
 
+    Attributes:
+      engine: runs the requests; of several replicas the first.
+      loop: takes requests: the engine, or all replicas.
+
     Raises:
       ValueError: a setting, a style or a chat template that cannot work.
     """
 
     def __init__(
         self,
-        model: Decoder,
+        model: Decoder | Sequence[Decoder],
         tokenizer: Any,
         stop_ids: frozenset[int],
         *,
@@ -73,8 +79,12 @@ class LLM:
         )
         # Without their markers thoughts would run into the answer, and stay in later turns.
         table = TokenTable.from_tokenizer(tokenizer, shown=(*THINK_STARTS, *THINK_ENDS))
-        self.engine = Engine(model, table, stop_ids, config or EngineConfig())
-        self.engine.warm_up(lambda done, total: progress("compiling", done, total))
+        models = [model] if isinstance(model, Decoder) else model
+        ids = itertools.count()
+        engines = [Engine(m, table, stop_ids, config or EngineConfig(), ids=ids) for m in models]
+        self.engine = engines[0]
+        self.loop = self.engine if len(engines) == 1 else Replicas(engines)
+        self.loop.warm_up(lambda done, total: progress("compiling", done, total))
         self._compiled = compilations.count()
 
     @classmethod
@@ -115,12 +125,12 @@ class LLM:
         choose(config.attention)  # refuses one that cannot run here before anything is loaded
         progress("loading", 0, 1)
         folder = convert.resolve(path_or_id, revision=revision)
-        model = load_model(folder, config)
+        models = [load_model(folder, config, replica) for replica in range(config.data_parallel)]
         local = paths.local_metadata(folder)
         tokenizer = load_tokenizer(local)
         progress("loading", 1, 1)
         return cls(
-            model,
+            models,
             tokenizer,
             stop_token_ids(local, tokenizer),
             style=style,
@@ -189,7 +199,7 @@ class LLM:
             priority=priority,
             deadline=deadline,
         )
-        self.engine.check(request)
+        self.loop.check(request)
         return request
 
     def stream(
@@ -199,7 +209,7 @@ class LLM:
 
         Takes the options of `generate`. Closing the iterator cancels the request.
         """
-        return self.engine.run([self.request(document, question, **options)])
+        return self.loop.run([self.request(document, question, **options)])
 
     def generate(
         self, document: Document | Sequence[Document], question: str | Sequence[str], **options: Any
@@ -316,12 +326,12 @@ class LLM:
         return tuple(text)
 
     def _responses(self, requests: list[Request]) -> list[Response]:
-        done = {e.request_id: e.response for e in self.engine.run(requests) if isinstance(e, Done)}
+        done = {e.request_id: e.response for e in self.loop.run(requests) if isinstance(e, Done)}
         return [response for _, response in sorted(done.items())]
 
 
-def load_model(folder: str | os.PathLike[str], config: EngineConfig) -> Decoder:
-    """Loads the weights as the settings say: their dtype, int8, and what stays on the host.
+def load_model(folder: str | os.PathLike[str], config: EngineConfig, replica: int = 0) -> Decoder:
+    """Loads the weights as the settings say: their dtype, int8, what is where.
 
     Raises:
       ConfigError, CheckpointError: what is wrong with the checkpoint.
@@ -332,7 +342,7 @@ def load_model(folder: str | os.PathLike[str], config: EngineConfig) -> Decoder:
     dtype = dtypes.resolve(config.dtype, model.family, current_target())
     int8 = config.weights == "int8" or convert.is_int8(folder)
     devices = config.tensor_parallel
-    mesh = parallel.mesh(devices)
+    mesh = parallel.mesh(devices, replica)
     sharding.check(model, devices)
     use = sizes.Use(dtype=dtype, int8=int8, devices=devices)
     host = _per_layer_on_host(model, config, use, mesh.local_devices[0])

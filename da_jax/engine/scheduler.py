@@ -138,6 +138,18 @@ class Scheduler:
             self.prefix.used(names[len(sequence.pages) - 1])
         return slot
 
+    def cached_tokens(self, prompt: np.ndarray) -> int:
+        """Tokens at the start of a prompt int32 [N] that are in the cache."""
+        if not self._find_prefixes:
+            return 0
+        names = page_names(self.prefix.root, prompt, self._page_size)
+        return len(self.prefix.match(names)[0]) * self._page_size
+
+    @property
+    def load(self) -> int:
+        """How many run or wait."""
+        return len(self.running) + len(self._waiting)
+
     def border(self, sequence: Sequence) -> int | None:
         """Where prefill stops to copy rings and states: the last page border of the shared part.
 

@@ -19,17 +19,23 @@ from da_jax.models.config import ModelConfig
 AXIS = "tensor"
 
 
-def mesh(devices: int) -> Mesh:
-    """A mesh of the first devices, one axis `tensor`.
+def mesh(devices: int, replica: int = 0) -> Mesh:
+    """A mesh of the devices of one replica, one axis `tensor`.
+
+    Args:
+      devices: how many share the model.
+      replica: which of the groups of so many devices, from 0.
 
     Raises:
       ValueError: when there are fewer, or some of a process that takes part would stay out.
     """
     there = jax.devices()
-    if devices > len(there):
+    first, end = replica * devices, (replica + 1) * devices
+    if end > len(there):
         raise ValueError(
-            f"tensor_parallel is {devices}, but JAX sees {len(there)} "
-            f"{there[0].platform} device(s); lower it, or start JAX where there are as many"
+            f"tensor_parallel is {devices} and data_parallel at least {replica + 1}, but JAX sees "
+            f"{len(there)} {there[0].platform} device(s); lower them, or start JAX where there are "
+            "as many"
         )
     if jax.process_count() > 1 and devices != len(there):
         raise ValueError(
@@ -39,7 +45,7 @@ def mesh(devices: int) -> Mesh:
     if devices == len(there) > 1:  # in an order in which neighbours are connected
         auto = (jax.sharding.AxisType.Auto,)
         return jax.make_mesh((devices,), (AXIS,), axis_types=auto)
-    return Mesh(np.array(there[:devices]), (AXIS,))
+    return Mesh(np.array(there[first:end]), (AXIS,))
 
 
 def spec(config: ModelConfig, path: str, devices: int) -> PartitionSpec:

@@ -29,7 +29,7 @@ JOBS = [*QUICK, *(pytest.param(job, marks=pytest.mark.slow) for job in SLOW)]
 def measured(request):
     """What `devices.measure` found for every job that was asked for."""
     asked = [keys(item)["job"] for item in request.session.items if "job" in keys(item)]
-    engine = [f"engine:{ENGINE}:{n}" for n in (1, 2)]
+    engine = [f"engine:{ENGINE}:{n}" for n in (1, 2)] + [f"replicas:{ENGINE}:2"]
     child = devices.start(*dict.fromkeys([*asked, *WHOLE, *engine]))
     return {found["job"]: found for found in devices.results(child, timeout=3000)}
 
@@ -99,9 +99,17 @@ def test_two_devices_answer_what_one_answers_whatever_is_declared(measured):
     assert one["compiled"] == two["compiled"] == 0
 
 
+def test_replicas_have_devices_of_their_own_and_answer_alike(measured):
+    one, pair = measured[f"engine:{ENGINE}:2"], measured[f"replicas:{ENGINE}:2"]
+    assert pair["tokens"] == one["tokens"] and pair["modes"] == one["modes"]
+    (left, chunks), (right, others) = pair["replicas"]
+    assert (left, right) == ([0, 1], [2, 3]) and min(chunks, others) > 0
+    assert pair["compiled"] == 0
+
+
 def test_more_devices_than_there_are_is_refused(tmp_path):
     folder = tiny.write_folder(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"tensor_parallel is 2, but JAX sees 1 cpu device"):
+    with pytest.raises(ValueError, match=r"tensor_parallel is 2 .* JAX sees 1 cpu device"):
         LLM.from_pretrained(folder, tensor_parallel=2)
     with pytest.raises(ValueError, match="tensor_parallel is 0; it must be at least 1"):
         LLM.from_pretrained(folder, tensor_parallel=0)

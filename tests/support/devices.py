@@ -1,7 +1,8 @@
 """Models on several simulated devices; run as a child process, for devices are counted at start.
 
 `python -m support.devices JOB ...` with `XLA_FLAGS=--xla_force_host_platform_device_count` prints a
-line of JSON for each job: `CASE:DEVICES` for `measure`, `engine:CASE:DEVICES` for `answers`.
+line of JSON for each job: `CASE:DEVICES` for `measure`, `engine:CASE:DEVICES` for `answers`, and
+`replicas:CASE:DEVICES` for those of two engines.
 """
 
 from __future__ import annotations
@@ -175,13 +176,13 @@ def _attention_only(runner, config, inputs, caches):
     return jax.jit(runner.on_devices(program)).lower(runner._state, caches, inputs)
 
 
-def engine(folder: Path, devices: int):
-    """An engine on several devices."""
+def engine(folder: Path, devices: int, replicas: int = 1):
+    """An engine on several devices, or several of them."""
     from da_jax import LLM, EngineConfig, Style
 
     config = EngineConfig(
         page_size=16, max_model_len=256, max_num_seqs=2, prefill_chunk=48, burst=4,
-        tensor_parallel=devices,
+        tensor_parallel=devices, data_parallel=replicas,
     )  # fmt: skip
     return LLM.from_pretrained(folder, style=Style(**tiny.STYLE), config=config)
 
@@ -191,7 +192,7 @@ def answers(llm) -> dict[str, Any]:
 
     Returns:
       `tokens` of each response, `logprobs` of each token, `modes` of each step, and `compiled`,
-      programs after warm-up.
+      programs after warm-up. `replicas` has the devices of each engine, and its prompts' chunks.
     """
     from da_jax import Done
 
@@ -204,12 +205,16 @@ def answers(llm) -> dict[str, Any]:
         )
         for i, script in enumerate(scripts)
     ]  # fmt: skip
-    done = [event for event in llm.engine.run(requests) if isinstance(event, Done)]
+    done = [event for event in llm.loop.run(requests) if isinstance(event, Done)]
     responses = [event.response for event in sorted(done, key=lambda event: event.request_id)]
     return {
         "tokens": [response.token_ids for response in responses],
         "logprobs": [[entry.logprob for entry in response.logprobs] for response in responses],
         "compiled": llm.compilations_after_warmup,
+        "replicas": [
+            ([device.id for device in engine.runner.mesh.devices.flat], next(engine._turns))
+            for engine in getattr(llm.loop, "engines", [llm.engine])
+        ],
         "modes": [[step.mode.name for step in response.steps] for response in responses],
     }
 
@@ -234,7 +239,8 @@ def main(jobs: list[str]) -> None:
     for job in jobs:
         *whole, case, devices = job.split(":")
         if whole:
-            found = answers(engine(folder(case), int(devices)))
+            replicas = 2 if whole == ["replicas"] else 1
+            found = answers(engine(folder(case), int(devices), replicas))
             print(json.dumps({"job": job} | found), flush=True)
             continue
         found = measure(case, int(devices), folder(case))
