@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         TextDelta,
     )
     from da_jax.protocol.chunks import Chunk
-    from da_jax.protocol.modes import Arm, Mode
+    from da_jax.protocol.modes import Arm, Declaration, Mode
     from da_jax.protocol.styles import Style
 
 _HOMES = {
@@ -48,13 +48,13 @@ _HOMES = {
         "TextDelta",
     ),
     "da_jax.protocol.chunks": ("Chunk",),
-    "da_jax.protocol.modes": ("Arm", "Mode"),
+    "da_jax.protocol.modes": ("Arm", "Declaration", "Mode"),
     "da_jax.protocol.styles": ("Style",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: RUF022
-    "EngineConfig", "RequestError", "LLM", "Arm", "Decline", "Done", "ModeChange",
+    "EngineConfig", "RequestError", "LLM", "Arm", "Declaration", "Decline", "Done", "ModeChange",
     "PrefillProgress", "Response", "SamplingParams", "TextDelta", "Chunk", "Mode", "Style",
     "__version__",
 ]  # fmt: skip

@@ -28,7 +28,8 @@ from da_jax.engine.request import (
     SamplingParams,
     TextDelta,
 )
-from da_jax.protocol.modes import Arm, Mode
+from da_jax.protocol import ids
+from da_jax.protocol.modes import Arm, Declaration, Mode
 from da_jax.protocol.styles import Style
 
 COLOURS = {Mode.GLOBAL: "yellow", Mode.FOCUS: "green", Mode.LOCAL: "cyan"}
@@ -45,6 +46,8 @@ class Options:
     arm: str
     style: str
     system: str | None
+    initial: str | None
+    visible: str | None
     thinking: bool
     json: bool
     trace: Path | None
@@ -58,6 +61,8 @@ def run(options: Options) -> None:
     document, question = read_input(options)
     sampling, arm = SamplingParams(**options.sampling), Arm(options.arm)
     config = EngineConfig(**options.engine)
+    initial = None if options.initial is None else Declaration.of(options.initial)
+    visible = None if options.visible is None else read_visible(options.visible)
     style: Style | str = options.style
     if options.style.endswith(".json"):
         try:
@@ -70,7 +75,10 @@ def run(options: Options) -> None:
         llm = LLM.from_pretrained(
             options.model, style=style, thinking=options.thinking, config=config, progress=report
         )
-        events = llm.stream(document, question, arm=arm, system=options.system, sampling=sampling)
+        events = llm.stream(
+            document, question, arm=arm, system=options.system, sampling=sampling,
+            initial=initial, visible=visible,
+        )  # fmt: skip
         first = _prefill(events, report)
     console = Console(stderr=options.json)  # with --json, standard output holds one object only
     response = _show(first, events, console)
@@ -101,6 +109,11 @@ def read_input(options: Options) -> tuple[str, str]:
         return Path(options.document).read_text(encoding="utf-8"), options.question
     except UnicodeDecodeError as error:
         raise ValueError(f"{options.document} is no UTF-8 text: {error}") from error
+
+
+def read_visible(text: str) -> tuple[int, ...]:
+    """The chunks that `--visible` names."""
+    return () if text == "none" else ids.parse("--visible", text)
 
 
 def summary(response: Response, compilations: int) -> dict[str, Any]:

@@ -54,6 +54,13 @@ def generate(
         str, typer.Option(help="Prompt style: auto, tool, plain, compact, or a JSON file.")
     ] = "auto",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    initial: Annotated[
+        str | None, typer.Option(help="Mode at the start: global, local, or focus:3,7.")
+    ] = None,
+    visible: Annotated[
+        str | None,
+        typer.Option(help="Chunks that the whole response sees, such as 3,7; or none."),
+    ] = None,
     thinking: Annotated[
         bool, typer.Option("--thinking", help="Let the model think before it answers.")
     ] = False,
@@ -93,7 +100,8 @@ def generate(
     command.run(
         command.Options(
             model=model, document=document, question=question, arm=arm, style=style,
-            system=system, thinking=thinking, json=json_, trace=trace,
+            system=system, initial=initial, visible=visible, thinking=thinking, json=json_,
+            trace=trace,
             sampling=dict(
                 max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                 presence_penalty=presence_penalty, seed=seed, stop=tuple(stop or ()),

@@ -27,13 +27,14 @@ from da_jax.engine.loop import Loop, RequestError
 from da_jax.engine.request import Event, PrefillProgress, Request, TokenLogprob
 from da_jax.engine.sampling import key_of
 from da_jax.engine.scheduler import Scheduler
-from da_jax.engine.sequence import Chunk, Sequence
+from da_jax.engine.sequence import Chunk, Sequence, most_spans
 from da_jax.engine.timing import Timing
 from da_jax.kernels.paged_attention import Problem, choose
 from da_jax.models import sharding
 from da_jax.models.config import GatedDelta, ModelConfig
 from da_jax.models.decoder import Decoder
 from da_jax.protocol.guide import Guides
+from da_jax.protocol.visibility import visible_spans
 
 SPARE_ENTRIES = 64  # entries of a mask beyond two a page, see `shapes`
 LONGEST_DEFAULT = 32_768
@@ -125,6 +126,7 @@ class Engine(Loop):
                 f"the prompt has {length} tokens, but max_model_len is {self.max_len}; shorten the "
                 "document or raise max_model_len (up to what the checkpoint declares)"
             )
+        self._check_start(request)
         ids = {*request.prompt.ids.tolist(), *request.forced, *self._request_stop_ids(request)}
         if strange := sorted(i for i in ids if not 0 <= i < self._vocabulary):
             raise RequestError(
@@ -148,6 +150,18 @@ class Engine(Loop):
             tokens = map(self.table.bytes_of, range(len(self.table)))
             self._guided = Guides(tokens, self._vocabulary)
         return self._guided
+
+    def _check_start(self, request: Request) -> None:
+        """Refuses visible chunks that the mask cannot list apart, as it would widen instead."""
+        start, prompt, page = request.start, request.prompt, self.config.page_size
+        spans = len(visible_spans(prompt, start.mode, start.focus, request.scaffold))
+        tokens = min(len(prompt) + request.params.max_tokens, self.max_len)
+        most = most_spans(self.shapes.entries, tokens, page)
+        if spans > most:
+            raise RequestError(
+                f"what is visible from the start lies in {spans} places of the prompt, but a mask "
+                f"holds {most}; name fewer chunks, or some that follow each other"
+            )
 
     def add(self, request: Request) -> int:
         """Queues a request and returns its number.

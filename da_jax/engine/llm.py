@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from da_jax.checkpoints import convert, paths
 from da_jax.engine import compilations
 from da_jax.engine.config import EngineConfig
+from da_jax.engine.conversation import Conversation
 from da_jax.engine.detokenize import TokenTable
 from da_jax.engine.engine import Engine, RequestError
 from da_jax.engine.replicas import Replicas
@@ -27,14 +28,14 @@ from da_jax.models import dtypes, hf_config, host_table, parallel, sharding, siz
 from da_jax.models.config import ModelConfig
 from da_jax.models.decoder import Decoder
 from da_jax.protocol.chunks import Chunk
-from da_jax.protocol.modes import AnswerMode, Arm
+from da_jax.protocol.modes import AnswerMode, Arm, Declaration, Mode
 from da_jax.protocol.prompt import PromptRenderer
 from da_jax.protocol.styles import Style
 from da_jax.protocol.tags import THINK_ENDS, THINK_STARTS
 from da_jax.protocol.visibility import Scaffold
 
 PER_LAYER = "per_layer_embedding"  # path of Gemma 4's table of per-layer embeddings
-Document = str | Sequence[str | Chunk]
+Document = str | Sequence[str | Chunk] | None
 Progress = Callable[[str, int, int], None]
 
 
@@ -171,12 +172,15 @@ class LLM:
         arm: Arm | str = Arm.DA,
         sampling: SamplingParams | None = None,
         system: str | None = None,
-        history: Sequence[Mapping[str, str]] = (),
+        history: Sequence[Mapping[str, Any]] = (),
+        chunks: Sequence[str | Chunk] = (),
         forced: str | Sequence[int] = (),
         answer_mode: AnswerMode = "local",
         scaffold: Scaffold = "all",
         priority: int = 0,
         deadline: float | None = None,
+        initial: Declaration | Mode | str | None = None,
+        visible: Sequence[int] | None = None,
         **params: Any,
     ) -> Request:
         """Renders a prompt and checks it; see `generate` for the arguments.
@@ -187,7 +191,7 @@ class LLM:
         """
         arm = Arm(arm)
         prompt = self.renderer.render(
-            document, question, system=system, history=history, arm=arm.value
+            document, question, chunks=chunks, system=system, history=history, arm=arm.value
         )
         request = Request(
             prompt,
@@ -198,6 +202,8 @@ class LLM:
             scaffold=scaffold,
             priority=priority,
             deadline=deadline,
+            initial=None if initial is None else Declaration.of(initial),
+            visible=None if visible is None else tuple(visible),
         )
         self.loop.check(request)
         return request
@@ -217,18 +223,25 @@ class LLM:
         """Answers a question about a document, or many at once.
 
         Args:
-          document: a text, which is cut into chunks, or a list of the caller's own chunks. With a
-            list of questions: one text for all of them, or a list with one document for each.
+          document: a text, which is cut into chunks, or a list of the caller's own chunks, or None
+            for no document. With a list of questions: one text (or None) for all of them, or a
+            list with one document for each.
           question: one question, or a list.
           arm: `da`, `unmasked` (same prompt, everything visible) or `vanilla` (plain prompt).
           sampling: a `SamplingParams`; or give its fields as keywords, such as `max_tokens=64`.
           system: a system message.
-          history: earlier turns, {"role", "content"}.
+          history: earlier turns, {"role", "content"}; a user's turn may have "chunks" that came
+            with it, see `conversation`.
+          chunks: chunks that come with the question, after those of the document and the history.
           forced: the beginning of the response, text or token ids, fed as if the model wrote it.
           answer_mode: what `<answer>` does: `local`, `keep` or `global`.
           scaffold: what stays visible besides chunks: `all`, or `paper`.
           priority: smaller goes first; among equals whoever came first.
           deadline: seconds after which the response ends with what it has.
+          initial: the mode that the response starts in: a `Declaration`, "local", "focus:3,7"; its
+            own tags act from there. Arm `da` only.
+          visible: numbers of the chunks that the whole response sees, whatever it declares; () is
+            none. Arm `da` only, and not with `initial`.
 
         Returns:
           A `Response`, or a list of them in the order of the questions.
@@ -239,8 +252,8 @@ class LLM:
         """
         if isinstance(question, str):
             return self._responses([self.request(document, question, **options)])[0]  # type: ignore
-        one = isinstance(document, str)
-        documents = [document] * len(question) if one else list(document)
+        one = document is None or isinstance(document, str)
+        documents = [document] * len(question) if one else list(document or ())
         if len(documents) != len(question):
             raise ValueError(
                 f"{len(documents)} documents for {len(question)} questions; give one document "
@@ -256,18 +269,18 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
-        documents: Document = "",
+        documents: Document = None,
         **options: Any,
     ) -> Response:
         """Answers the last message of a conversation about documents.
 
         Args:
           messages: {"role", "content"} in order: an optional system message first, then turns; the
-            last one is the user's question.
-          documents: a text, or a list of texts that become the chunks.
-          **options: those of `generate`, apart from `system` and `history`.
+            last one is the user's question. A user's turn may have "chunks" that come with it.
+          documents: a text, or a list of texts that become the chunks; they stand first.
+          **options: those of `generate`, apart from `system`, `history` and `chunks`.
 
         Raises:
           ValueError: for a message without role or text, or when the last one is not the user's.
@@ -284,7 +297,22 @@ class LLM:
         if not messages or messages[-1]["role"] != "user":
             raise ValueError("the last message must be the user's question (role 'user')")
         *history, last = messages
-        return self.generate(documents, last["content"], system=system, history=history, **options)
+        return self.generate(
+            documents, last["content"], system=system, history=history,
+            chunks=last.get("chunks") or (), **options,
+        )  # fmt: skip
+
+    def conversation(
+        self, documents: Document = None, *, system: str | None = None, **options: Any
+    ) -> Conversation:
+        """Starts a conversation, whose later questions may bring chunks of their own.
+
+        Args:
+          documents: a text, or a list of chunks, that stand first; None for none.
+          system: a system message.
+          **options: those of `generate` for every question, apart from `history` and `chunks`.
+        """
+        return Conversation(self, documents, system=system, **options)
 
     def score(
         self,
@@ -294,14 +322,18 @@ class LLM:
         *,
         arm: Arm | str = Arm.DA,
         system: str | None = None,
-        history: Sequence[Mapping[str, str]] = (),
+        history: Sequence[Mapping[str, Any]] = (),
+        chunks: Sequence[str | Chunk] = (),
         answer_mode: AnswerMode = "local",
         scaffold: Scaffold = "all",
+        initial: Declaration | Mode | str | None = None,
+        visible: Sequence[int] | None = None,
     ) -> np.ndarray:
         """Log-probabilities of a given response, token by token, under its own declarations.
 
         Args:
-          document, question, arm, system, history, answer_mode, scaffold: as in `generate`.
+          document, question, arm, system, history, chunks, answer_mode, scaffold, initial, visible:
+            as in `generate`.
           response: text or token ids.
 
         Returns:
@@ -312,8 +344,9 @@ class LLM:
         """
         ids = self._token_ids(response)
         request = self.request(
-            document, question, arm=arm, system=system, history=history, answer_mode=answer_mode,
-            scaffold=scaffold, forced=ids, max_tokens=max(len(ids), 1), logprobs=0,
+            document, question, arm=arm, system=system, history=history, chunks=chunks,
+            answer_mode=answer_mode, scaffold=scaffold, initial=initial, visible=visible,
+            forced=ids, max_tokens=max(len(ids), 1), logprobs=0,
         )  # fmt: skip
         if not ids:
             return np.zeros(0, np.float32)

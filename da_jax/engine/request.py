@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any, get_args
 
 from da_jax.engine.config import MAX_LOGPROBS, MAX_STOP_IDS
-from da_jax.protocol.modes import AnswerMode, Arm, Mode
+from da_jax.protocol import ids as ids_lib
+from da_jax.protocol.modes import AnswerMode, Arm, Declaration, Mode
 from da_jax.protocol.prompt import PromptMap
 from da_jax.protocol.trace import Step
 from da_jax.protocol.visibility import Scaffold
@@ -90,6 +91,11 @@ class Request:
       scaffold: what stays visible besides chunks: `all`, or `paper` (16 tokens and the question).
       priority: smaller goes first; among equals whoever came first.
       deadline: seconds after it was added; then it ends with what it has. None for no deadline.
+      initial: the mode that the response starts in, its first token included; its own tags act
+        from there, and the end of its thoughts widens. None is GLOBAL. Arm `da` only.
+      visible: numbers of the chunks that the whole response sees, its first token included,
+        whatever it declares; () is none of them. Its declarations are followed, and counted, but
+        do not act. None: the declarations act. Arm `da` only, and not with `initial`.
     """
 
     prompt: PromptMap
@@ -100,6 +106,8 @@ class Request:
     scaffold: Scaffold = "all"
     priority: int = 0
     deadline: float | None = None
+    initial: Declaration | None = None
+    visible: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int) or isinstance(self.priority, bool):
@@ -110,6 +118,32 @@ class Request:
             if getattr(self, name) not in get_args(choices):
                 known = ", ".join(get_args(choices))
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
+        for name in ("initial", "visible"):
+            if getattr(self, name) is not None and self.arm is not Arm.DA:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} in the arm '{self.arm}', which sees "
+                    "everything; use the arm 'da', or leave it out"
+                )
+        known_ids = self.prompt.span_of
+        if self.initial is not None:
+            ids_lib.check_known("initial", self.initial.focus, known_ids)
+        if self.visible is None:
+            return
+        if self.initial is not None:
+            raise ValueError(
+                f"visible is {self.visible!r} and initial is {self.initial!r}; give one of them, "
+                "for where the visible chunks are fixed no mode acts"
+            )
+        ids = {ids_lib.check_id("a chunk of visible", chunk) for chunk in self.visible}
+        object.__setattr__(self, "visible", tuple(sorted(ids)))
+        ids_lib.check_known("visible", sorted(ids), known_ids)
+
+    @property
+    def start(self) -> Declaration:
+        """What the first token of the response sees."""
+        if self.visible is None:
+            return self.initial or Declaration(Mode.GLOBAL)
+        return Declaration(Mode.FOCUS, self.visible) if self.visible else Declaration(Mode.LOCAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +204,10 @@ class TextDelta:
 
 @dataclasses.dataclass(frozen=True)
 class ModeChange:
-    """From the next forward pass on, the response sees what `mode` and `focus` show."""
+    """From the next forward pass on, the response sees what `mode` and `focus` show.
+
+    Where the request fixes what is visible, it is what the response declared.
+    """
 
     request_id: int
     mode: Mode

@@ -27,6 +27,7 @@ from da_jax.engine.request import (
 )
 from da_jax.engine.stopping import StopStrings
 from da_jax.kernels.paged_attention import compact
+from da_jax.protocol import ids
 from da_jax.protocol.guide import Guides
 from da_jax.protocol.modes import Arm, Mode, ModeTracker
 from da_jax.protocol.tags import Kind
@@ -35,6 +36,14 @@ from da_jax.protocol.visibility import visible_spans
 
 MOST_PENDING_BYTES = 3
 """Bytes of an unfinished character, which the next token may turn into as many characters."""
+
+
+def most_spans(entries: int, tokens: int, page_size: int) -> int:
+    """Visible spans that a mask of so many entries surely holds, of a sequence of `tokens`.
+
+    A page that several spans touch has an entry for each of them.
+    """
+    return entries - -(-tokens // page_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +146,8 @@ class Sequence:
         # tags there: that arm is the unmasked one.
         plain = request.arm is Arm.VANILLA and not request.prompt.chunks
         self._tracker = ModeTracker(
-            len(request.prompt.chunks),
+            request.prompt.numbers,
+            initial=request.initial,
             answer_mode=request.answer_mode,
             arm=Arm.VANILLA if plain else Arm.UNMASKED,
             max_ids=self._most_ids(),
@@ -146,14 +156,14 @@ class Sequence:
         if request.params.guided and not plain:
             assert guides is not None, "a guided request needs the engine's guides"
             self._guide = guides.guide(
-                range(1, len(request.prompt.chunks) + 1),
+                ids.known_ids(request.prompt.numbers),
                 max_ids=self._most_ids(), stop_ids=stop_ids,
             )  # fmt: skip
         self._stops: StopStrings[Mode] = StopStrings(request.params.stop)
         self._trace = Trace(self.prompt_len, log=True)
         self._logprobs: list[TokenLogprob] = []
         self._text: list[str] = []
-        self._known_borders, self._shown_mode = 1, Mode.GLOBAL
+        self._known_borders, self._shown_mode = 1, self._tracker.mode
         self._view = functools.cache(self._build_view)
 
     @functools.cached_property
@@ -228,7 +238,7 @@ class Sequence:
 
         None if nothing that it writes changes what it sees.
         """
-        if self.request.arm is not Arm.DA:
+        if self.request.arm is not Arm.DA or self.request.visible is not None:
             return None
         room = self._tracker.room
         return None if room is None else room - MOST_PENDING_BYTES
@@ -278,9 +288,16 @@ class Sequence:
         self.pages, self.slot, self.cached = np.zeros(0, np.int32), -1, 0
 
     def view(self) -> View:
-        """What the next forward pass of this sequence sees."""
-        if self.request.arm is not Arm.DA:
+        """What the newest token sees when it is fed.
+
+        Before there is a response that is the last token of the prompt, which chooses the first
+        token: it sees what the caller declared for the start. The rest of the prompt sees all.
+        """
+        request = self.request
+        if request.arm is not Arm.DA:
             return self._view(Mode.GLOBAL, ())
+        if request.visible is not None:
+            return self._view(request.start.mode, request.start.focus)
         return self._view(self._tracker.mode, self._tracker.focus)
 
     def forced(self, count: int) -> list[int]:
@@ -330,7 +347,7 @@ class Sequence:
         """Records the decode step that led to the next token: it saw the present view."""
         views, view, fed = self._views, self.view(), len(self.tokens)
         if not fed:
-            self._trace.prefill()
+            self._trace.prefill(self._tracker.mode)
             return
         if view is not views[-1][1]:
             views.append((self.prompt_len + fed - 1, view))
@@ -382,12 +399,15 @@ class Sequence:
         A mask has an entry for each page and one more for each visible span. Only a prompt of very
         many chunks smaller than a page can need more; then a focus on too many is declined.
         """
-        spare = self._width - -(-self.max_len // self._page_size) - 2
-        return spare if len(self.request.prompt.chunks) > 2 * spare else None
+        prompt = self.request.prompt
+        spare = most_spans(self._width, self.max_len, self._page_size) - len(prompt.scaffold)
+        return max(spare, 1) if len(prompt.chunks) > 2 * spare else None
 
     def _build_view(self, mode: Mode, focus: tuple[int, ...]) -> View:
         prompt = self.request.prompt
         spans = visible_spans(prompt, mode, focus, self.request.scaffold)
+        if len(spans) > most_spans(self._width, self.max_len, self._page_size):
+            spans = visible_spans(prompt, Mode.GLOBAL)  # the mask cannot list them apart
         blocks = -(-self.max_len // self._page_size)
         # The prompt ends with the question, which is visible: its span takes in the response.
         reach = (*spans[:-1], (spans[-1][0], blocks * self._page_size))

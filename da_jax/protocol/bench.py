@@ -45,7 +45,7 @@ def scanner_throughput(
         for length in lengths:
             text = (sample * (length // len(sample) + 1))[:length]
             deltas = [text[at : at + delta] for at in range(0, length, delta)]
-            scanner = TagScanner(num_chunks=64)
+            scanner = TagScanner(64)
             start = time.perf_counter()
             for piece in deltas:
                 scanner.feed(piece)

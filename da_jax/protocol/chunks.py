@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from da_jax.protocol import ids as ids_lib
+
 DEFAULT_TARGET = 2048
 DEFAULT_CAP = 2560
 
@@ -38,10 +40,13 @@ class Chunk:
     Attributes:
       text: The chunk's text, as the model is to read it.
       label: A name shown in the chunk's header. Tags always carry the chunk's number.
+      id: The chunk's number, up to nine digits. Without it the chunks of a prompt are numbered
+        from 1; all of them have one, or none.
     """
 
     text: str
     label: str | None = None
+    id: int | None = None
 
 
 def as_chunks(chunks: Iterable[str | Chunk]) -> tuple[Chunk, ...]:
@@ -58,6 +63,31 @@ def as_chunks(chunks: Iterable[str | Chunk]) -> tuple[Chunk, ...]:
             raise ValueError(f"chunk {i} is a {type(chunk).__name__}; give a str or a Chunk")
         out.append(chunk)
     return tuple(out)
+
+
+def numbers(chunks: Sequence[Chunk]) -> tuple[int, ...]:
+    """Returns the number of each chunk of a prompt, in order: the caller's ids, or 1 to N.
+
+    Raises:
+      ValueError: If only some have an id, two have the same, or one cannot be.
+    """
+    given = [i for i, chunk in enumerate(chunks, 1) if chunk.id is not None]
+    if not given:
+        return tuple(range(1, len(chunks) + 1))
+    places: dict[int, int] = {}
+    for i, chunk in enumerate(chunks, 1):
+        if chunk.id is None:
+            first = given[0]
+            raise ValueError(
+                f"chunk {i} has no id, but chunk {first} has {chunks[first - 1].id}; give every "
+                "chunk of a conversation an id, or none of them"
+            )
+        number = ids_lib.check_id(f"the id of chunk {i}", chunk.id)
+        if (other := places.setdefault(number, i)) != i:
+            raise ValueError(
+                f"chunks {other} and {i} both have the id {number}; give each one of its own"
+            )
+    return tuple(places)
 
 
 def split(

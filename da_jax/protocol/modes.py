@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
+from da_jax.protocol import ids as ids_lib
 from da_jax.protocol.tags import (
     THINK_ENDS,
     TOOL_MARKERS,
@@ -51,6 +52,51 @@ class Mode(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Declaration:
+    """A mode that the caller declares for the start of a response.
+
+    Attributes:
+      mode: what the first token sees, until the response's own tags change it.
+      focus: numbers of the chunks that FOCUS sees, kept ascending; empty in the other modes.
+
+    Raises:
+      ValueError: FOCUS without chunks, chunks without FOCUS, or a number that cannot be.
+    """
+
+    mode: Mode
+    focus: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        focus = {ids_lib.check_id("a chunk of the focus", chunk) for chunk in self.focus}
+        object.__setattr__(self, "focus", tuple(sorted(focus)))
+        if not isinstance(self.mode, Mode):
+            raise ValueError(f"mode is {self.mode!r}; use a Mode")
+        if self.mode is Mode.FOCUS and not focus:
+            raise ValueError("FOCUS names no chunk; give the numbers of the chunks that it sees")
+        if focus and self.mode is not Mode.FOCUS:
+            raise ValueError(f"{self.mode.name} has the focus {self.focus}; only FOCUS has one")
+
+    @classmethod
+    def of(cls, value: Declaration | Mode | str) -> Declaration:
+        """Reads a declaration: one, a mode without focus, or "global", "local", "focus:3,7".
+
+        Raises:
+          ValueError: it is none of these.
+        """
+        if isinstance(value, Declaration):
+            return value
+        if isinstance(value, Mode):
+            return cls(value)
+        name, colon, numbers = str(value).partition(":")
+        if name not in [mode.value for mode in Mode] or bool(colon) != (name == "focus"):
+            raise ValueError(
+                f"the initial mode is {value!r}; use 'global', 'local' or 'focus:3,7' with the "
+                "numbers of the chunks"
+            )
+        return cls(Mode(name), ids_lib.parse("the focus", numbers) if colon else ())
+
+
+@dataclass(frozen=True)
 class Stats:
     """What a response declared.
 
@@ -84,7 +130,9 @@ class ModeTracker:
     never empty in FOCUS and always empty elsewhere.
 
     Args:
-      num_chunks: number of chunks in the prompt.
+      chunks: number of chunks in the prompt, or their ids.
+      initial: the mode at the start, GLOBAL by default. It counts as open: its closer matches it,
+        and what is written in an initial LOCAL is LOCAL text.
       answer_mode: what ``<answer>`` does: LOCAL, keep the mode, or GLOBAL.
       arm: ``da`` and ``unmasked`` follow the tags alike (the caller ignores the mode where the
         mask is off). In ``vanilla`` tags are text: the mode stays GLOBAL, and only events of
@@ -99,8 +147,9 @@ class ModeTracker:
 
     def __init__(
         self,
-        num_chunks: int,
+        chunks: int | Sequence[int],
         *,
+        initial: Declaration | None = None,
         answer_mode: AnswerMode = "local",
         arm: Arm | str = Arm.DA,
         max_ids: int | None = None,
@@ -110,17 +159,21 @@ class ModeTracker:
         if answer_mode not in ("local", "keep", "global"):
             raise ValueError(f"answer_mode is {answer_mode!r}; use 'local', 'keep' or 'global'")
         self._scanner = TagScanner(
-            num_chunks, max_ids=max_ids, tool_markers=tool_markers, think_ends=think_ends
+            chunks, max_ids=max_ids, tool_markers=tool_markers, think_ends=think_ends
         )
         self._answer_mode = answer_mode
         self._vanilla = Arm(arm) is Arm.VANILLA
-        self.mode = Mode.GLOBAL
-        self.focus: tuple[int, ...] = ()
+        initial = initial or Declaration(Mode.GLOBAL)
+        ids_lib.check_known("the initial focus", initial.focus, ids_lib.known_ids(chunks))
+        if self._vanilla and initial.mode is not Mode.GLOBAL:
+            raise ValueError(f"a vanilla response starts in {initial.mode.name}; it has no modes")
+        self.mode = initial.mode
+        self.focus: tuple[int, ...] = initial.focus
         self.answer_closed = False
         """Whether an ``</answer>`` has ended an ``<answer>``: where `stop_after_answer` stops."""
         self.tool_ended = False
         """Whether a tool call has ended: where the response ends."""
-        self.borders: list[tuple[int, Mode]] = [(0, Mode.GLOBAL)]
+        self.borders: list[tuple[int, Mode]] = [(0, self.mode)]
         """Offsets at which the mode or the focus changed, each with the mode from there on."""
         self.length = 0
         """Characters of the response so far."""
@@ -128,12 +181,15 @@ class ModeTracker:
         self._pieces: list[str] = []
         self._tags: list[tuple[int, int]] = []  # spans that are no part of an answer
         self._call_open = False
-        self._openers: list[str] = []  # what is open: one, or an answer in LOCAL
+        # What is open: one, or an answer in LOCAL.
+        self._openers = [] if self.mode is Mode.GLOBAL else [self.mode.value]
         self._declined: Counter[str] = Counter()  # openers whose closer may still come
         self._answering = False  # an answer has begun whose closer may still come
         self._thought_end = 0  # end of the thoughts
         self._answers = _Blocks()
         self._locals = _Blocks()
+        if self.mode is Mode.LOCAL:
+            self._locals.begin(0)
         self._counts: Counter[str] = Counter()
         self._declines: Counter[str] = Counter()
 

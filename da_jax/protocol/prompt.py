@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,14 +18,13 @@ from da_jax.protocol import styles as styles_lib
 from da_jax.protocol import template as template_lib
 from da_jax.protocol.chunks import Chunk
 from da_jax.protocol.modes import Arm
+from da_jax.protocol.spans import Group, Span, chunk_chars
 from da_jax.protocol.styles import Style
 from da_jax.protocol.tags import THINK_ENDS, THINK_STARTS, TOOL_MARKERS
 from da_jax.protocol.template import Message, Part, Segment
 
 if TYPE_CHECKING:
     import transformers
-
-Span = tuple[int, int]
 
 _MARKERS = (*THINK_STARTS, *THINK_ENDS, *itertools.chain(*TOOL_MARKERS))
 _OWN_KEYS = ("messages", "conversation", "tools", "tokenize", "add_generation_prompt")
@@ -35,20 +35,22 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 class PromptMap:
     """A prompt, and which of its tokens belong to what.
 
-    Chunks follow each other without a gap; all else is scaffold. A token that straddles a border
-    belongs to both sides.
+    The chunks that one turn brings follow each other without a gap; all else is scaffold: what
+    stands before the first chunk, turns between groups of chunks, and what follows the last one. A
+    token that straddles a border belongs to both sides.
 
     Attributes:
       ids: [N] int32, read-only.
-      chunks: Token span (start, end) of each chunk with its header and wrapper: that of chunk
-        number n is `chunks[n - 1]`. Empty in a vanilla prompt, unless the style is `da_only`.
-      scaffold: Token spans of everything that is not a chunk; the last one runs from the end of
-        the last chunk (earlier turns, question, instructions) to the end of the prompt.
+      chunks: Token span (start, end) of each chunk with its header and wrapper, in order. Empty in
+        a vanilla prompt, unless the style is `da_only`, and where there is no document.
+      scaffold: Token spans of everything that is not a chunk, in order; the last one runs from the
+        end of the last chunk to the end of the prompt.
       text: The rendered text.
       chunk_chars: Character spans in `text` of the chunks with their headers and wrappers.
       chunk_texts: What the chunks say, without header and wrapper.
       labels: The caller's label of each chunk, or None.
       arm: The arm that it is for.
+      numbers: What tags call each of `chunks`: the caller's ids, else 1, 2, 3 and so on.
     """
 
     ids: np.ndarray
@@ -59,10 +61,29 @@ class PromptMap:
     chunk_texts: tuple[str, ...]
     labels: tuple[str | None, ...]
     arm: Arm
+    numbers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = self.numbers or tuple(range(1, len(self.chunks) + 1))
+        if len(numbers) != len(self.chunks):
+            raise ValueError(f"{len(self.chunks)} chunks have {len(numbers)} numbers: {numbers}")
+        object.__setattr__(self, "numbers", numbers)
+
+    @functools.cached_property
+    def span_of(self) -> Mapping[int, Span]:
+        """Token span of each chunk by its number."""
+        return dict(zip(self.numbers, self.chunks))
 
     def __len__(self) -> int:
         """Number of tokens."""
         return len(self.ids)
+
+
+class _Turn(NamedTuple):
+    """The chunks that a turn brings, and its message; None where the chunks are all of it."""
+
+    chunks: Sequence[Chunk]
+    message: Message | None
 
 
 class PromptRenderer:
@@ -110,9 +131,10 @@ class PromptRenderer:
 
     def render(
         self,
-        document: str | Sequence[str | Chunk],
+        document: str | Sequence[str | Chunk] | None,
         question: str,
         *,
+        chunks: Sequence[str | Chunk] = (),
         system: str | None = None,
         history: Sequence[Mapping[str, Any]] = (),
         arm: Arm | str = Arm.DA,
@@ -120,60 +142,104 @@ class PromptRenderer:
     ) -> PromptMap:
         """Renders a prompt.
 
-        The order is system message, chunks, earlier turns, question, instructions, so that the
-        turns of a chat share their prefix up to the last chunk. Special tokens in the arguments
-        stay plain text.
+        The order is system message, document, earlier turns, question, instructions. Chunks that a
+        turn brings stand right before its text, so that the prompt of a later question begins as
+        this one does, up to the question. Special tokens in the arguments stay plain text.
 
         Args:
-          document: The context, which is cut into chunks, or the caller's own chunks.
+          document: The context, which is cut into chunks, or the caller's own chunks. Of an empty
+            one the prompt says that it is; None where there is none.
           question: The question.
+          chunks: Chunks that come with the question.
           system: The caller's system message; it follows the style's preamble.
-          history: Earlier turns as {"role", "content"} with string contents. Where the template
-            knows thoughts, those in an assistant's content are dropped.
+          history: Earlier turns as {"role", "content"} with string contents; a user's turn may hold
+            "chunks", those that came with it. Where the template knows thoughts, those in an
+            assistant's content are dropped.
           arm: "da" and "unmasked" have the same prompt; "vanilla" has the same document without
             chunk markup and instructions (unless the style is `da_only`).
           template_kwargs: Added to those of the renderer.
 
         Raises:
-          ValueError: If the arm or a role is not known, an argument is no text, or the template
-            refuses the conversation or hides where the chunks are.
+          ValueError: If the arm or a role is not known, an argument is no text, ids of chunks
+            cannot be, or the template refuses the conversation or hides where the chunks are.
         """
         arm = Arm(arm)
         kwargs = {**self._kwargs, **_checked_kwargs(template_kwargs)}
         vanilla = arm is Arm.VANILLA and not self.style.da_only
-        chunks = self._chunks(document, vanilla)
         _text("question", question)
         if system is not None:
             _text("system", system)
-        asked = Message("user", self._question(question, len(chunks), vanilla))
-        turns = [*(self._turn(turn, number) for number, turn in enumerate(history, 1)), asked]
-        tools = None
+        turns = [_Turn(*self._turn(turn, number)) for number, turn in enumerate(history, 1)]
+        turns.append(_Turn(_own_chunks("the question", chunks), Message("user", ())))
+        turns = self._with_document(self._chunks(document, vanilla), turns)
+        every = [chunk for turn in turns for chunk in turn.chunks]
+        numbers = chunks_lib.numbers(every)
+        asked = self._question(question, numbers, vanilla)
+        turns[-1] = turns[-1]._replace(message=Message("user", asked))
+        messages, groups = self._messages(turns, numbers, vanilla, kwargs)
+        tools = [self.style.tool()] if self.style.rendering == "tool" and not vanilla else None
+        messages = self._with_system(messages, system, vanilla, kwargs)
+        segments = self._template.render(messages, tools, **kwargs)
         if vanilla:
-            turns = self._before(self._document(chunks), turns)
-        elif self.style.rendering == "plain":
-            turns = self._before(self._block(chunks), turns)
-        else:
-            tools = [_tool(self.style)]
-            turns = [*self._calls(chunks), *turns]
-        turns = self._with_system(turns, system, vanilla, kwargs)
-        segments = self._template.render(turns, tools, **kwargs)
-        if vanilla:
-            return self._map(segments, (), (), arm)
-        return self._map(segments, self._chunk_chars(segments, len(chunks), kwargs), chunks, arm)
+            return self._map(segments, (), (), (), arm)
+        return self._map(segments, chunk_chars(segments, groups), every, numbers, arm)
 
-    def _chunks(self, document: str | Sequence[str | Chunk], vanilla: bool) -> Sequence[Chunk]:
-        """The document as chunks, at least one; as a single one for the vanilla arm."""
+    def _chunks(
+        self, document: str | Sequence[str | Chunk] | None, vanilla: bool
+    ) -> Sequence[Chunk]:
+        """The document as chunks, an empty one too; a text is one chunk in the vanilla arm."""
+        if document is None:
+            return ()
         if isinstance(document, str):
             _text("document", document)
             return chunks_lib.as_chunks([document] if vanilla else self.split(document) or [""])
         if not isinstance(document, Sequence):
-            raise ValueError(f"document is {document!r}; give a string or a list of chunks")
-        chunks = chunks_lib.as_chunks(document)
-        for number, chunk in enumerate(chunks, 1):
-            _text(f"the text of chunk {number}", chunk.text)
-            if chunk.label is not None:
-                _text(f"the label of chunk {number}", chunk.label)
-        return chunks or (Chunk(""),)
+            raise ValueError(
+                f"document is {document!r}; give a string, a list of chunks, or None for none"
+            )
+        return _checked_chunks(document) or (Chunk(""),)
+
+    def _with_document(self, document: Sequence[Chunk], turns: list[_Turn]) -> list[_Turn]:
+        """Puts the document into the first turn, or before it if that is not the user's."""
+        first = turns[0]
+        if first.message is not None and first.message.role == "user":
+            return [first._replace(chunks=(*document, *first.chunks)), *turns[1:]]
+        return [_Turn(document, None), *turns] if document else turns
+
+    def _messages(
+        self,
+        turns: Sequence[_Turn],
+        numbers: Sequence[int],
+        vanilla: bool,
+        kwargs: Mapping[str, Any],
+    ) -> tuple[list[Message], list[Group]]:
+        """The turns as messages, each after its chunks, and the groups of chunks."""
+        messages: list[Message] = []
+        groups: list[Group] = []
+        done = 0
+        for chunks, message in turns:
+            places = range(done + 1, done + len(chunks) + 1)
+            numbered = list(zip(places, numbers[done:], chunks))
+            done += len(chunks)
+            if not chunks or self.style.rendering == "plain" or vanilla:
+                block = self._document(chunks) if vanilla else self._block(numbered)
+                messages.append(self._under(list(block), message))
+                groups += [Group(len(chunks))] * bool(chunks)
+                continue
+            groups.append(Group(len(chunks), self._wrapper_after(messages, numbered[0][1], kwargs)))
+            for place, number, chunk in numbered:
+                messages += self._call(self.style, number, self._chunk(chunk, number, place))
+            messages += [message] if message else []
+        return messages, groups
+
+    def _under(self, block: Sequence[Part], message: Message | None) -> Message:
+        """A message that begins with a block of chunks."""
+        if message is None:
+            return Message("user", block)
+        if not block:
+            return message
+        parts = [*block, Part(self.style.after_chunks, True), *message.parts]
+        return message._replace(parts=parts)
 
     def _choose(self, candidates: Sequence[Style]) -> Style:
         """The first style that the template supports."""
@@ -186,11 +252,31 @@ class PromptRenderer:
         )
 
     def _wrapper(
-        self, style: Style, kwargs: Mapping[str, Any] | None = None
+        self,
+        style: Style,
+        number: int = 1,
+        before: Sequence[Message] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> template_lib.Wrapper | None:
-        call = self._call(style, 1, [Part("Magic", True)])
+        call = self._call(style, number, [Part("Magic", True)])
         kwargs = self._kwargs if kwargs is None else kwargs
-        return self._template.wrapper(call, [_tool(style)], style.tool_name, **kwargs)
+        return self._template.wrapper(call, [style.tool()], style.tool_name, before, **kwargs)
+
+    def _wrapper_after(
+        self, messages: Sequence[Message], number: int, kwargs: Mapping[str, Any]
+    ) -> template_lib.Wrapper:
+        """The wrapper of a group of chunks after these messages; `number` is that of its first."""
+        turn = max((i for i, m in enumerate(messages) if m.role == "user"), default=0)
+        before = [
+            m._replace(parts=[Part("x", True)] * any(part.text for part in m.parts))
+            for m in messages[turn:]
+        ]
+        wrapper = self._wrapper(self.style, number, before, kwargs)
+        if wrapper is None:
+            raise ValueError(
+                "the chat template does not render tool calls after these turns; use style 'plain'"
+            )
+        return wrapper
 
     def _call(self, style: Style, number: int, parts: Sequence[Part]) -> list[Message]:
         """A tool call whose response is a chunk, in one message or two."""
@@ -208,8 +294,8 @@ class PromptRenderer:
             Message("tool", parts, {"name": style.tool_name, "tool_call_id": call_id}),
         ]
 
-    def _turn(self, turn: Mapping[str, Any], number: int) -> Message:
-        """One earlier turn, as a message."""
+    def _turn(self, turn: Mapping[str, Any], number: int) -> tuple[Sequence[Chunk], Message]:
+        """The chunks of one earlier turn, and its message."""
         if not isinstance(turn, Mapping):
             raise ValueError(f"turn {number} is {turn!r}; give a dict with role and content")
         role = turn.get("role")
@@ -219,45 +305,50 @@ class PromptRenderer:
         if content is None and turn.get("tool_calls"):
             content = ""
         content = _text(f"the content of turn {number}", content)
-        for text in template_lib.strings(turn):
+        chunks = _own_chunks(f"turn {number}", turn.get("chunks") or ())
+        if chunks and role != "user":
+            raise ValueError(
+                f"turn {number} has chunks and the role {role!r}; only the user's turns have some"
+            )
+        extra = {k: v for k, v in turn.items() if k not in ("role", "content", "chunks")}
+        for text in template_lib.strings(extra):
             _text(f"turn {number}", text)
         if role == "assistant":
             for marker in THINK_ENDS:
                 if marker in self._template.source:
                     content = content.rpartition(marker)[2].lstrip("\n")
-        extra = {k: v for k, v in turn.items() if k not in ("role", "content")}
-        return Message(role, [Part(content, False)], extra)
+        return chunks, Message(role, [Part(content, False)], extra)
 
-    def _question(self, question: str, count: int, vanilla: bool) -> list[Part]:
+    def _question(self, question: str, numbers: Sequence[int], vanilla: bool) -> list[Part]:
         style = self.style
         asked = [Part(question, False)]
         if vanilla:
             return _fill(style.vanilla_question, question=asked)
         parts = _fill(style.question, question=asked)
-        if style.instructions:
+        if style.instructions and numbers:  # without chunks there is nothing to declare
             parts.append(Part("\n\n", True))
-            plural = [Part("s", True)] * (count != 1)
-            parts += _fill(style.instructions, count=[Part(str(count), True)], s=plural)
+            parts += _fill(
+                style.instructions,
+                count=[Part(str(len(numbers)), True)],
+                s=[Part("s", True)] * (len(numbers) != 1),
+                highest=[Part(str(max(numbers)), True)],
+            )
         return parts
 
-    def _chunk(self, chunk: Chunk, number: int) -> list[Part]:
+    def _chunk(self, chunk: Chunk, number: int, place: int) -> list[Part]:
+        """What a chunk says, under its number; it is the prompt's chunk at `place`, from 1."""
         style = self.style
         label = _fill(style.label, label=[Part(chunk.label, False)]) if chunk.label else []
         text = Part(chunk.text, False) if chunk.text else Part(style.empty_context, True)
         parts = _fill(style.chunk, n=[Part(str(number), True)], label=label, text=[text])
-        return [part._replace(chunk=number) for part in parts]
+        return [part._replace(chunk=place) for part in parts]
 
-    def _calls(self, chunks: Sequence[Chunk]) -> Iterator[Message]:
-        """The chunks as responses of tool calls."""
-        for number, chunk in enumerate(chunks, 1):
-            yield from self._call(self.style, number, self._chunk(chunk, number))
-
-    def _block(self, chunks: Sequence[Chunk]) -> Iterator[Part]:
-        """The chunks as text of one turn; a separator belongs to the chunk before it."""
-        for number, chunk in enumerate(chunks, 1):
-            if number > 1:
-                yield Part(self.style.separator, True, number - 1)
-            yield from self._chunk(chunk, number)
+    def _block(self, numbered: Sequence[tuple[int, int, Chunk]]) -> Iterator[Part]:
+        """Chunks as text of one turn; a separator belongs to the chunk before it."""
+        for at, (place, number, chunk) in enumerate(numbered):
+            if at:
+                yield Part(self.style.separator, True, place - 1)
+            yield from self._chunk(chunk, number, place)
 
     def _document(self, chunks: Sequence[Chunk]) -> Iterator[Part]:
         """The same document for the vanilla arm."""
@@ -267,14 +358,6 @@ class PromptRenderer:
             if chunk.label:
                 yield from (Part(chunk.label, False), Part("\n", True))
             yield Part(chunk.text, False) if chunk.text else Part(self.style.empty_context, True)
-
-    def _before(self, block: Iterator[Part], turns: Sequence[Message]) -> list[Message]:
-        """Puts a block at the start of the first turn, or before it if that is not the user's."""
-        first = turns[0]
-        if first.role != "user":
-            return [Message("user", list(block)), *turns]
-        parts = [*block, Part(self.style.after_chunks, True), *first.parts]
-        return [first._replace(parts=parts), *turns[1:]]
 
     def _with_system(
         self,
@@ -296,69 +379,56 @@ class PromptRenderer:
             return [Message("user", parts), *turns]
         return [first._replace(parts=[*parts, Part("\n\n", True), *first.parts]), *turns[1:]]
 
-    def _chunk_chars(
-        self, segments: Sequence[Segment], count: int, kwargs: Mapping[str, Any]
-    ) -> tuple[Span, ...]:
-        """Character spans of the chunks, with their wrappers, in the rendered text."""
-        text = "".join(s.text for s in segments)
-        starts, ends, following = [0] * count, [0] * count, [len(text)] * count
-        position, previous = 0, 0
-        for segment in segments:
-            if segment.part is not None:
-                number = segment.part.chunk
-                if previous and number != previous:
-                    following[previous - 1] = position
-                if number and number != previous:
-                    starts[number - 1] = position
-                previous = number
-                if number:
-                    ends[number - 1] = position + len(segment.text)
-            position += len(segment.text)
-        if self.style.rendering == "plain":
-            return tuple(zip(starts, [*starts[1:], ends[-1]]))
-
-        wrapper = self._wrapper(self.style, kwargs)
-        if wrapper is None or not text.endswith(wrapper.opening, 0, starts[0]):
-            raise ValueError(
-                "the chat template renders the first tool call in a way of its own; "
-                "use style 'plain'"
-            )
-        closing = wrapper.closing.lstrip()  # a template may trim white space before it
-        borders = [starts[0] - len(wrapper.opening)]
-        for end, after in zip(ends, following):
-            found = text.find(closing, end, after)
-            if found < 0:
-                raise ValueError(
-                    "the chat template ends tool responses in different ways; use style 'plain'"
-                )
-            borders.append(found + len(closing))
-        return tuple(itertools.pairwise(borders))
-
     def _map(
         self,
         segments: Sequence[Segment],
-        chunk_chars: tuple[Span, ...],
+        chars: tuple[Span, ...],
         chunks: Sequence[Chunk],
+        numbers: tuple[int, ...],
         arm: Arm,
     ) -> PromptMap:
         encoding = self._encoder.encode([(s.text, s.trusted) for s in segments])
         ids = encoding.ids
         ids.setflags(write=False)
         scaffold: tuple[Span, ...] = ((0, len(ids)),)
-        if chunk_chars:
-            head = encoding.tokens_of(0, chunk_chars[0][0])[1]
-            tail = encoding.tokens_of(chunk_chars[-1][1], chunk_chars[-1][1] + 1)[0]
-            scaffold = ((0, head), (tail, len(ids)))
+        if chars:
+            between = ((end, start) for (_, end), (start, _) in itertools.pairwise(chars))
+            gaps = [(0, chars[0][0]), *((a, b) for a, b in between if a < b)]
+            tail = encoding.tokens_of(chars[-1][1], chars[-1][1] + 1)[0]
+            scaffold = (*(encoding.tokens_of(a, b) for a, b in gaps), (tail, len(ids)))
         return PromptMap(
             ids=ids,
-            chunks=tuple(encoding.tokens_of(a, b) for a, b in chunk_chars),
+            chunks=tuple(encoding.tokens_of(a, b) for a, b in chars),
             scaffold=tuple((a, b) for a, b in scaffold if a < b),
             text="".join(s.text for s in segments),
-            chunk_chars=chunk_chars,
+            chunk_chars=chars,
             chunk_texts=tuple(c.text or self.style.empty_context for c in chunks),
             labels=tuple(c.label for c in chunks),
             arm=arm,
+            numbers=numbers,
         )
+
+
+def _own_chunks(what: str, chunks: Sequence[str | Chunk]) -> tuple[Chunk, ...]:
+    """The chunks that a turn brings."""
+    if isinstance(chunks, str) or not isinstance(chunks, Sequence):
+        raise ValueError(
+            f"{what} has the chunks {chunks!r}; give a list (`PromptRenderer.split` cuts a text)"
+        )
+    try:
+        return _checked_chunks(chunks)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def _checked_chunks(given: Sequence[str | Chunk]) -> tuple[Chunk, ...]:
+    """The caller's own chunks, if they are text that can be encoded."""
+    chunks = chunks_lib.as_chunks(given)
+    for number, chunk in enumerate(chunks, 1):
+        _text(f"the text of chunk {number}", chunk.text)
+        if chunk.label is not None:
+            _text(f"the label of chunk {number}", chunk.label)
+    return chunks
 
 
 def _candidates(style: Style | str | None, folder: str) -> tuple[Style, ...]:
@@ -418,19 +488,3 @@ def _fill(text: str, /, **values: Sequence[Part]) -> list[Part]:
         if name is not None:
             parts += values[name]
     return parts
-
-
-def _tool(style: Style) -> dict[str, Any]:
-    """The schema of the style's tool."""
-    number = {"type": "integer", "description": "The number of the chunk."}
-    parameters = {
-        "type": "object",
-        "properties": {style.tool_argument: number},
-        "required": [style.tool_argument],
-    }
-    function = {
-        "name": style.tool_name,
-        "description": style.tool_description,
-        "parameters": parameters,
-    }
-    return {"type": "function", "function": function}

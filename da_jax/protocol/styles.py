@@ -7,7 +7,7 @@ import json
 import pathlib
 import string
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from da_jax.protocol import chunks as chunks_lib
 
@@ -18,7 +18,7 @@ _FORMATS: dict[str, tuple[set[str], set[str]]] = {
     "chunk": ({"n", "label", "text"}, {"n", "text"}),
     "label": ({"label"}, {"label"}),
     "question": ({"question"}, {"question"}),
-    "instructions": ({"count", "s"}, set()),
+    "instructions": ({"count", "s", "highest"}, set()),
     "vanilla_question": ({"question"}, {"question"}),
 }
 _KINDS = {"int": int, "bool": bool}
@@ -40,8 +40,9 @@ class Style:
       separator: Text between two chunks (plain rendering).
       after_chunks: Text between the last chunk and what follows in the same turn.
       question: Format of the question.
-      instructions: Follows the question after a blank line; `{count}` is the number of chunks, and
-        `{s}` an "s" unless there is one. Empty for checkpoints that are trained on the protocol.
+      instructions: Follows the question after a blank line; `{count}` is the number of chunks,
+        `{s}` an "s" unless there is one, and `{highest}` their highest number. Empty for
+        checkpoints that are trained on the protocol.
       vanilla_preamble: Start of the system message of the vanilla arm; may be empty.
       vanilla_question: Format of the question in the vanilla arm.
       vanilla_separator: Text between the caller's own chunks in the vanilla arm.
@@ -108,11 +109,26 @@ class Style:
         for field in dataclasses.fields(self):
             text = getattr(self, field.name)
             if field.name in _FORMATS:
-                fill = {"n": "0", "count": "0", "s": "s"}
+                fill = {"n": "0", "count": "0", "s": "s", "highest": "0"}
                 parts = parse_format(text)
                 yield "".join(part + fill.get(name or "", "\n") for part, name in parts)
             elif isinstance(text, str):
                 yield text
+
+    def tool(self) -> dict[str, Any]:
+        """Returns the schema of the tool that the tool rendering pretends to call."""
+        number = {"type": "integer", "description": "The number of the chunk."}
+        parameters = {
+            "type": "object",
+            "properties": {self.tool_argument: number},
+            "required": [self.tool_argument],
+        }
+        function = {
+            "name": self.tool_name,
+            "description": self.tool_description,
+            "parameters": parameters,
+        }
+        return {"type": "function", "function": function}
 
     def to_json(self) -> str:
         """Returns the style as a JSON object."""
@@ -182,7 +198,7 @@ The tags:
 several. These numbers come from a longer context of 12 chunks.
 - <local>...</local> thinks with what you have already written down.
 - <answer>...</answer> gives the final answer, inside local.
-A tag acts from its ">" on. The highest number in this context is {count}. After a wrong number \
+A tag acts from its ">" on. The highest number in this context is {highest}. After a wrong number \
 or a malformed tag everything stays visible.
 
 The usual orders:

@@ -18,10 +18,11 @@ closer, ``</focus`` and so on) and ends at the first ``>``, also inside quotes. 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
+from da_jax.protocol import ids as ids_lib
 from da_jax.protocol.code import Code
 
 TOOL_MARKERS = (("<tool_call>", "</tool_call>"), ("<|tool_call>", "<tool_call|>"))
@@ -134,13 +135,13 @@ class _State(Enum):
 class TagScanner:
     """Turns text deltas into tag events; any split of a text into deltas gives the same events.
 
-    Costs O(1) per character (and O(num_chunks) for each ``<focus>`` that names so many) and keeps
-    at most the longest legal tag. That is 128 characters, of which white space may use what the
-    tag itself does not, plus, for a ``<focus``, room for the range ``lo-hi, `` for each id that may
-    be named.
+    Costs O(1) per character (and O(chunks) for each ``<focus>`` that names so many) and keeps at
+    most the longest legal tag. That is 128 characters, of which white space may use what the tag
+    itself does not, plus, for a ``<focus``, room for the range ``lo-hi, `` of the greatest id for
+    each id that may be named.
 
     Args:
-      num_chunks: number of chunks in the prompt; ids run from 1 to this.
+      chunks: number of chunks in the prompt, whose ids run from 1 to this; or their ids.
       max_ids: most ids that one ``<focus>`` may name; None for no limit.
       tool_markers: opening and closing marker of a tool call, one pair per model family.
       think_ends: markers that end the model's thoughts.
@@ -151,17 +152,15 @@ class TagScanner:
 
     def __init__(
         self,
-        num_chunks: int,
+        chunks: int | Iterable[int],
         *,
         max_ids: int | None = None,
         tool_markers: Iterable[tuple[str, str]] = TOOL_MARKERS,
         think_ends: Iterable[str] = THINK_ENDS,
     ) -> None:
-        if num_chunks < 0:
-            raise ValueError(f"num_chunks is {num_chunks}; give the number of chunks, 0 or more")
         if max_ids is not None and max_ids < 1:
             raise ValueError(f"max_ids is {max_ids}; give 1 or more, or None for no limit")
-        self._num_chunks = num_chunks
+        self._ids = ids_lib.known_ids(chunks)
         self._max_ids = max_ids
         self._think_ends = frozenset(think_ends)
         self._tool_ends = dict(tool_markers)
@@ -175,8 +174,8 @@ class TagScanner:
         words = (*self._markers, *_HEADS)
         self._prefixes = frozenset(word[:n] for word in words for n in range(1, len(word)))
         self._prefixes |= _HEADS
-        most = num_chunks if max_ids is None else min(num_chunks, max_ids)
-        self._longest_focus = _SLACK + most * (2 * len(str(num_chunks)) + 3)
+        most = len(self._ids) if max_ids is None else min(len(self._ids), max_ids)
+        self._longest_focus = _SLACK + (most * (2 * len(str(self._ids[-1])) + 3) if most else 0)
 
         self._code = Code()
         self._tool_end: str | None = None  # closes the tool call that is open
@@ -380,7 +379,7 @@ class TagScanner:
         ids: tuple[int, ...] = ()
         if not slash and (reason is None or (reason is Reason.NESTED and name == "global")):
             body = part[head.end() : -1]
-            ids, reason = _parse_opener(name, body, self._num_chunks, self._max_ids)
+            ids, reason = _parse_opener(name, body, self._ids, self._max_ids)
         kind = Kind.CLOSE if slash else Kind.DECLINED if reason else Kind.OPEN
         events.append(TagEvent(kind, name, part, self._start + at, end, ids, reason))
 
@@ -415,7 +414,7 @@ def _split(text: str) -> list[tuple[int, str]]:
 
 
 def _parse_opener(
-    name: str, body: str, num_chunks: int, max_ids: int | None
+    name: str, body: str, known: Sequence[int], max_ids: int | None
 ) -> tuple[tuple[int, ...], Reason | None]:
     """Reads what stands between an opener's name and its ``>``: (ids, None) or ((), reason)."""
     if body.rstrip(_SPACE).endswith("/"):
@@ -436,37 +435,40 @@ def _parse_opener(
         return (), Reason.MALFORMED
     if name != "focus":
         return (), None
-    return _parse_ids(value or "", num_chunks, max_ids)
+    return _parse_ids(value or "", known, max_ids)
 
 
 def _parse_ids(
-    value: str, num_chunks: int, max_ids: int | None
+    value: str, known: Sequence[int], max_ids: int | None
 ) -> tuple[tuple[int, ...], Reason | None]:
     """Reads a list of chunk numbers and ranges: (ids, None) or ((), reason)."""
     if not value.strip(_SPACE):
         return (), Reason.EMPTY
-    spans = []
+    spans = []  # of places in `known`, so that a range costs no more than what exists of it
     for part in value.split(","):
         for item in re.split(f"[{_SPACE}]+", part.strip(_SPACE)):
             found = _ITEM.fullmatch(item)
             if not found:
                 return (), Reason.MALFORMED
-            low = _number(found[1], num_chunks)
-            high = low if found[2] is None else _number(found[2], num_chunks)
-            if not 1 <= low <= num_chunks or not 1 <= high <= num_chunks:
+            low = _number(found[1], known)
+            high = low if found[2] is None else _number(found[2], known)
+            if not (ids_lib.positions(known, low, low) and ids_lib.positions(known, high, high)):
                 return (), Reason.UNKNOWN_CHUNK
             if high < low:
                 return (), Reason.MALFORMED
-            spans.append((low, high))
-    ids: list[int] = []
-    for low, high in sorted(spans):  # overlapping ranges must not cost more than the union
-        ids.extend(range(max(low, ids[-1] + 1 if ids else 1), high + 1))
-    if max_ids is not None and len(ids) > max_ids:
+            span = ids_lib.positions(known, low, high)
+            if span is None:
+                return (), Reason.UNKNOWN_CHUNK
+            spans.append((span.start, span.stop))
+    places: list[int] = []
+    for start, stop in sorted(spans):  # overlapping ranges must not cost more than the union
+        places.extend(range(max(start, places[-1] + 1 if places else 0), stop))
+    if max_ids is not None and len(places) > max_ids:
         return (), Reason.TOO_MANY
-    return tuple(ids), None
+    return tuple(known[place] for place in places), None
 
 
-def _number(digits: str, num_chunks: int) -> int:
+def _number(digits: str, known: Sequence[int]) -> int:
     """The value of `digits`, or 0 if they are too many for a chunk number (or for `int`)."""
     digits = digits.lstrip("0")
-    return int(digits) if 0 < len(digits) <= len(str(num_chunks)) else 0
+    return int(digits) if known and 0 < len(digits) <= len(str(known[-1])) else 0

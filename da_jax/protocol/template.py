@@ -193,6 +193,7 @@ class ChatTemplate:
         call: list[Message],
         tools: Sequence[Mapping[str, Any]],
         name: str,
+        before: Sequence[Message] = (),
         **kwargs: Any,
     ) -> Wrapper | None:
         """Finds what the template writes around a tool response.
@@ -204,29 +205,31 @@ class ChatTemplate:
           call: The messages of one call and its response.
           tools: The schema of the tool.
           name: The name of the tool, which must show in schema and call.
+          before: What stands between the system message and the calls.
           **kwargs: For the template.
 
         Returns:
           The wrapper; None if the template does not support tools.
         """
-        system = [Message("system", [Part("s", True)])] if self.has_system(**kwargs) else []
+        head = [Message("system", [Part("s", True)])] if self.has_system(**kwargs) else []
         user = Message("user", [Part("q", True)])
-        if not system:
-            system = [Message("user", [Part("s", True)])]
+        if not head and not (before and before[0].role == "user"):
+            head = [Message("user", [Part("s", True)])]
         try:
             none, one, two = (
-                self._literals([*system, *(call * n), user], tools, kwargs) for n in range(3)
+                self._literals([*head, *before, *(call * n), user], tools, kwargs) for n in range(3)
             )
         except ValueError:
             return None
-        before, after = one[1], one[2]
-        if name not in "".join(none[:2]):
+        # What the template writes before the calls, or where they would be, and after them.
+        without, opening, after, closing = none[-2], one[-3], one[-2], two[-3]
+        if name not in "".join(none[:-1]):
             return None
-        start = self._border(none[1], before, after)
-        end = self._border(two[2], after, before)
-        if name not in before[start:] or name not in two[2][end:]:
+        start = self._border(without, opening, after)
+        end = self._border(closing, after, opening)
+        if name not in opening[start:] or name not in closing[end:]:
             return None
-        return Wrapper(before[start:], two[2][:end])
+        return Wrapper(opening[start:], closing[:end])
 
     def _literals(
         self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]

@@ -45,8 +45,11 @@ class Trace:
         self._vanilla = 0
         self._count = 0
 
-    def prefill(self) -> None:
+    def prefill(self, mode: Mode = Mode.GLOBAL) -> None:
         """Records the first token, which the prefill gave.
+
+        Args:
+          mode: the mode that it was chosen under.
 
         Raises:
           RuntimeError: it is already recorded.
@@ -54,7 +57,7 @@ class Trace:
         if self._count:
             raise RuntimeError("the first token is already recorded; use one Trace per response")
         self._count = 1
-        self._tokens[Mode.GLOBAL] = 1
+        self._tokens[mode] = 1
 
     def record(self, mode: Mode, attended: int, read: int) -> None:
         """Records one decode step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from da_jax.protocol.ids import check_known, described
 from da_jax.protocol.modes import Mode
 from da_jax.protocol.prompt import PromptMap, Span
 
@@ -25,9 +26,10 @@ def visible_spans(
     Args:
       prompt: The prompt.
       mode: GLOBAL sees all, FOCUS the scaffold and the named chunks, LOCAL the scaffold.
-      focus: Numbers of the chunks that FOCUS sees, from 1.
+      focus: Numbers of the chunks that FOCUS sees.
       scaffold: "all" is everything that is not a chunk; "paper" is the narrower set of the paper:
-        the first `sink` tokens, and everything after the last chunk.
+        the first `sink` tokens, and everything after the last chunk, so not the turns between
+        groups of chunks.
       sink: Tokens at the start of the prompt that the "paper" scaffold holds.
 
     Returns:
@@ -46,11 +48,10 @@ def visible_spans(
     if scaffold == "paper":
         spans = [(0, min(sink, len(prompt))), *prompt.scaffold[-1:]]
     if mode is Mode.FOCUS:
-        count = len(prompt.chunks)
-        wrong = [n for n in focus if not 1 <= n <= count]
-        if wrong or not focus:
-            raise ValueError(f"focus on chunks {list(focus)}: give numbers from 1 to {count}")
-        spans += [prompt.chunks[n - 1] for n in focus]
+        if not focus:
+            raise ValueError(f"the focus is empty; the prompt has {described(prompt.numbers)}")
+        check_known("the focus", focus, prompt.span_of)
+        spans += [prompt.span_of[number] for number in focus]
     return merge_spans(spans)
 
 

@@ -48,6 +48,22 @@ def test_generate_without_arguments_answers_the_shipped_example(da_jax, tmp_path
     assert len(trace["steps"]) == result["completion_tokens"] - 1
 
 
+def test_generate_shows_what_the_caller_declares(da_jax, tmp_path):
+    trace = tmp_path / "trace.json"
+    common = ("generate", "--json", "--max-tokens", "4", "--trace", str(trace), *SMALL)
+    hidden = []
+    for visible in ("none", "1, 3"):
+        assert da_jax(*common, "--visible", visible)[0] == 0
+        steps = json.loads(trace.read_text())["steps"]
+        hidden.append({step["vanilla"] - step["attended"] for step in steps})
+    (none,), (two,) = hidden
+    assert none > two > 0
+    result = json.loads(da_jax(*common, "--initial", "focus:1")[1])
+    assert result["modes"]["focus"]["tokens"] == 1  # then it writes <global>
+    code, _, err = da_jax(*common, "--visible", "999")
+    assert code == 1 and "visible names 999, but the prompt has chunks 1 to" in err
+
+
 def test_generate_prints_text_and_a_table_for_people(da_jax):
     code, out, _ = da_jax("generate", *SMALL)
     assert code == 0
@@ -77,6 +93,8 @@ def test_generate_reads_standard_input_and_its_arm_is_accounted(da_jax, monkeypa
         (["generate", "--model", "no-such-folder"], "no folder"),
         (["generate", "--max-tokens", "0"], "max_tokens is 0"),
         (["generate", "--arm", "masked"], "masked"),
+        (["generate", "--visible", "3-5"], "--visible is '3-5'; give chunk numbers of up to"),
+        (["generate", "--initial", "focus"], "the initial mode is 'focus'; use 'global', 'local'"),
         (["generate", "--attention", "cuda"], "unknown attention backend"),
         (["convert", "no-such-folder", "out"], "no folder"),
     ],

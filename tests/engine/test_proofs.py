@@ -1,12 +1,12 @@
 """Proofs that the mask acts, exactly, and costs what the trace says."""
 
-import functools
 import threading
 
 import jax
 import numpy as np
 import pytest
 from support.dense import dense_logits
+from support.poison import poison_hidden
 from support.references import CASES, tensors, tolerance
 
 from da_jax.checkpoints import hf
@@ -126,28 +126,7 @@ def test_pages_that_the_operation_visits_are_those_of_the_trace(random_llm, monk
 def test_hidden_pages_full_of_nan_change_nothing(random_llm, scripted, monkeypatch):
     """Before every burst each slot that the mask hides becomes NaN; after it, it is restored."""
     _, clean = scripted
-    runner, decode = random_llm.engine.runner, random_llm.engine.runner.decode
-    put = functools.partial(jax.device_put, device=runner.caches.pages[0].sharding)
-    poisoned = []
-
-    def poison(rows, what):
-        hidden = np.ones((runner.plan.num_pages, random_llm.engine.config.page_size), bool)
-        for row in np.flatnonzero(what.steps):
-            for entry in range(rows.mask.count[row]):
-                lo, hi = rows.mask.span[row, entry] & 0xFFFF, rows.mask.span[row, entry] >> 16
-                hidden[rows.mask.page[row, entry], lo:hi] = False
-        saved = {layer: np.array(page) for layer, page in runner.caches.pages.items()}
-        where = hidden[:, None, None, :, None]
-        dirty = {layer: np.where(where, np.nan, page) for layer, page in saved.items()}
-        runner.caches = put(runner.caches._replace(pages=dirty))
-        choice = decode(rows, what)
-        new = runner.caches.pages
-        clean = {layer: np.where(where, old, new[layer]) for layer, old in saved.items()}
-        runner.caches = put(runner.caches._replace(pages=clean))
-        poisoned.append(int(hidden.sum()))
-        return choice
-
-    monkeypatch.setattr(runner, "decode", poison)
+    poisoned = poison_hidden(random_llm.engine.runner, monkeypatch)
     dirty = random_llm.generate(CHUNKS, QUESTION, forced=SCRIPT, max_tokens=200, logprobs=0)
     assert max(poisoned) > min(poisoned)
     assert dirty.token_ids == clean.token_ids

@@ -105,6 +105,31 @@ def test_own_chunks():
         chunks_lib.as_chunks(["a", 3])
 
 
+def test_chunks_are_numbered_from_one_unless_they_have_ids():
+    assert chunks_lib.numbers([Chunk("a"), Chunk("b")]) == (1, 2)
+    assert chunks_lib.numbers([Chunk("a", id=70), Chunk("b", "x", 3)]) == (70, 3)
+    assert chunks_lib.numbers([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([7, None], "chunk 2 has no id, but chunk 1 has 7; give every chunk .* an id, or none"),
+        ([None, 7], "chunk 1 has no id, but chunk 2 has 7"),
+        ([7, 8, 7], "chunks 1 and 3 both have the id 7"),
+        ([0], "the id of chunk 1 is 0; give a whole number from 1 to 999999999"),
+        ([3, -3], "the id of chunk 2 is -3"),
+        (["3"], "the id of chunk 1 is '3'"),
+        ([3.0], "the id of chunk 1 is 3.0"),
+        ([True], "the id of chunk 1 is True"),
+        ([10**9], "the id of chunk 1 is 1000000000"),
+    ],
+)
+def test_ids_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        chunks_lib.numbers([Chunk("x", id=id_) for id_ in given])
+
+
 def test_millions_of_characters_of_every_shape():
     for text in ("x", ".", "\n", "e\u0301", "🇩🇪", "\n" + " " * 9, '."', "a, "):
         text *= 300_000 // len(text)

@@ -153,6 +153,43 @@ def test_the_span_of_a_chunk_is_what_the_template_wrote_for_its_call(name):
 
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
+def test_the_prompt_of_a_question_is_the_beginning_of_those_of_later_ones(name, thinking):
+    """Up to the question itself, which is asked with instructions and remembered without."""
+    if thinking and name not in THINKING:
+        return
+    r, history, earlier = renderer(name, thinking), [], []
+    said = "<think>\nhm</think>\n\nHo." if name.startswith("qwen") else "Ho."
+    for number, chunks in enumerate([["late"], [], ["later", "latest"], ["last"]]):
+        question = f"Question {number}?"
+        prompt = r.render(DOCUMENTS, question, chunks=chunks, system="S.", history=history)
+        assert len(prompt.chunks) == len(DOCUMENTS) + [1, 1, 3, 4][number]
+        for before, ids in earlier:
+            assert prompt.ids.tolist()[: len(ids)] == ids
+            assert prompt.chunks[: len(before.chunks)] == before.chunks
+            assert len(ids) >= before.chunks[-1][1]
+        border = prompt.text.index(f"# Question\n{question}")
+        encoded = tokenizer(name)(
+            prompt.text, add_special_tokens=False, return_offsets_mapping=True
+        )
+        stable = sum(end <= border for _, end in encoded["offset_mapping"])
+        earlier.append((prompt, prompt.ids.tolist()[:stable]))
+        history += [
+            {"role": "user", "content": question, "chunks": chunks},
+            {"role": "assistant", "content": said},
+        ]
+
+
+@pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f.style == "tool"])
+def test_the_span_of_a_later_chunk_is_what_the_template_wrote_for_its_call(name):
+    history = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]
+    prompt = renderer(name).render(None, "Who?", history=history, chunks=DOCUMENTS)
+    assert [prompt.text[a:b] for a, b in prompt.chunk_chars] == [
+        wrapped(name, n) for n in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_nothing_in_documents_or_turns_becomes_a_token_of_the_template(name, thinking):
     if thinking and name not in THINKING:
         return

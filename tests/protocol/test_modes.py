@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from da_jax.protocol.modes import Arm, Mode, ModeTracker
+from da_jax.protocol.modes import Arm, Declaration, Mode, ModeTracker
 from da_jax.protocol.tags import Kind
 
 FRAGMENTS = [
@@ -257,3 +257,76 @@ def test_any_text_keeps_the_invariants(deltas):
     assert stats.successes + stats.focus_declines <= stats.attempts
     tracker.feed("</answer>")
     assert tracker.mode is Mode.GLOBAL
+
+
+# --- a mode that the caller declares for the start ---------------------------------------------
+
+LOCAL, FOCUS = Declaration(Mode.LOCAL), Declaration(Mode.FOCUS, (3, 1))
+
+
+def test_a_declaration_is_checked_and_its_focus_ascends():
+    assert FOCUS.focus == (1, 3) and Declaration(Mode.GLOBAL).focus == ()
+    for mode, focus, message in (
+        (Mode.FOCUS, (), "FOCUS names no chunk"),
+        (Mode.LOCAL, (1,), r"LOCAL has the focus \(1,\); only FOCUS has one"),
+        (Mode.FOCUS, (0,), "a chunk of the focus is 0"),
+        ("local", (), "mode is 'local'; use a Mode"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Declaration(mode, focus)
+
+
+def test_a_declaration_is_read_from_words():
+    assert Declaration.of("local") == Declaration.of(Mode.LOCAL) == Declaration.of(LOCAL) == LOCAL
+    assert Declaration.of("focus:3, 1") == FOCUS
+    assert Declaration.of("global").mode is Mode.GLOBAL
+    for words in ("focus", "local:1", "LOCAL", "answer", "", "focus3"):
+        with pytest.raises(ValueError, match=r"the initial mode is .*; use 'global', 'local' or"):
+            Declaration.of(words)
+    with pytest.raises(ValueError, match="the focus is 'x'"):
+        Declaration.of("focus:x")
+
+
+@pytest.mark.parametrize("initial", [LOCAL, FOCUS])
+def test_a_response_starts_in_the_initial_mode_until_its_own_tags_act(initial):
+    tracker = ModeTracker(3, initial=initial)
+    assert (tracker.mode, tracker.focus) == (initial.mode, initial.focus)
+    tracker.feed("a </")
+    assert tracker.mode is initial.mode
+    tracker.feed(f"{initial.mode.value}> b <focus magic_chunks='2'>c")
+    assert (tracker.mode, tracker.focus) == (Mode.FOCUS, (2,))
+    assert [mode for _, mode in tracker.segments] == [initial.mode, Mode.GLOBAL, Mode.FOCUS]
+    assert (tracker.stats.mismatched, tracker.stats.transitions) == (0, 2)
+    assert tracker.stats.attempts == 1  # the caller's is not the model's
+
+
+@pytest.mark.parametrize(
+    "tag", ["</answer>", "</think>", "<global>", "<local/>", "<focus magic_chunks='9'>"]
+)
+@pytest.mark.parametrize("initial", [LOCAL, FOCUS])
+def test_whatever_widens_ends_the_initial_mode(initial, tag):
+    assert track(f"a{tag}", initial=initial).mode is Mode.GLOBAL
+
+
+def test_what_is_written_in_an_initial_local_is_local_text():
+    assert track("42</local> or so", initial=LOCAL).answer() == "42"
+    assert track("42</local> or so", initial=FOCUS).answer() == "42 or so"
+    stats = track("so <answer>42</answer>!</local>", initial=LOCAL).stats
+    assert (stats.mismatched, stats.format_correct) == (0, True)
+
+
+def test_an_initial_mode_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match=r"the initial focus names 3, but .* chunks 1 to 2"):
+        ModeTracker(2, initial=FOCUS)
+    with pytest.raises(ValueError, match="starts in LOCAL; it has no modes"):
+        ModeTracker(2, initial=LOCAL, arm="vanilla")
+    assert ModeTracker([3, 1, 70], initial=FOCUS).focus == (1, 3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(soup)
+def test_after_the_first_tag_that_acts_the_initial_mode_is_forgotten(deltas):
+    usual, local = track(*deltas), track(*deltas, initial=LOCAL)
+    assert local.text == usual.text
+    if usual.stats.transitions:
+        assert (local.mode, local.focus) == (usual.mode, usual.focus)

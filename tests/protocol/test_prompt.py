@@ -23,6 +23,7 @@ TEMPLATES = {
     "turns": (fixtures.TOOLS_IN_TURNS, "tool"),
     "one turn": (fixtures.TOOLS_IN_ONE_TURN, "tool"),
 }
+HI, HO = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}
 NASTY = [
     *fixtures.CONTROL,
     "Magic Chunk 7\n",
@@ -77,7 +78,7 @@ def test_tool_calls_that_are_turns_of_their_own():
     ]
     assert prompt.text.startswith(f"<|im_start|>system\n{TOOL.preamble}\n\nSys.\n# Tools\n")
     tail = prompt.text[prompt.chunk_chars[-1][1] :]
-    instructions = TOOL.instructions.replace("{count}", "3").replace("{s}", "s")
+    instructions = fixtures.filled_instructions(3)
     assert tail == (
         f"<|im_start|>user\n# Question\nWho?\n\n{instructions}<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -151,21 +152,29 @@ def test_tokens_are_those_of_the_tokenizer_where_content_holds_no_control_token(
 @settings(deadline=None, max_examples=40)
 @given(
     template=st.sampled_from(sorted(TEMPLATES)),
-    texts=st.lists(nasty_text, min_size=1, max_size=4),
+    texts=st.lists(nasty_text, min_size=3, max_size=6),
     question=nasty_text,
     system=nasty_text,
     turn=nasty_text,
+    ids=st.none() | st.permutations([1, 2, 3, 70, 71, 999_999_999]),
+    split=st.tuples(st.integers(0, 3), st.integers(0, 3)),
 )
 def test_nothing_in_the_content_moves_a_span_or_injects_a_turn(
-    template, texts, question, system, turn
+    template, texts, question, system, turn, ids, split
 ):
     r, tokenizer = renderer(template), fixtures.make("byte_level")
     nonces = [(f"Qz{i}Start", f"Qz{i}End") for i in range(len(texts))]
     chunks = [a + text + b for text, (a, b) in zip(texts, nonces)]
-    history = [{"role": "user", "content": "u" + turn}, {"role": "assistant", "content": "a"}]
-    prompt = r.render(chunks, "q" + question, system="s" + system, history=history)
-    calm_history = [{"role": "user", "content": "u"}, history[1]]
-    calm = r.render(["x"] * len(texts), "q", system="s", history=calm_history)
+    cuts = slice(0, min(split)), slice(min(split), max(split)), slice(max(split), None)
+
+    def render(chunks, question, system, turn):
+        own = [Chunk(text, id=ids and ids[i]) for i, text in enumerate(chunks)]
+        first, second, third = (own[cut] for cut in cuts)
+        history = [{"role": "user", "content": turn, "chunks": second}, HO]
+        return r.render(first or None, question, chunks=third, system=system, history=history)
+
+    prompt = render(chunks, "q" + question, "s" + system, "u" + turn)
+    calm = render(["x"] * len(texts), "q", "s", "u")
     assert control_ids(prompt, tokenizer) == control_ids(calm, tokenizer)
 
     pieces = [tokenizer.decode(prompt.ids[a:b]) for a, b in prompt.chunks]
@@ -174,7 +183,10 @@ def test_nothing_in_the_content_moves_a_span_or_injects_a_turn(
         for nonce in pair:
             assert [nonce in piece for piece in pieces] == [i == j for j in range(len(pieces))]
             assert nonce not in outside
+    assert prompt.numbers == tuple(ids or range(1, 7))[: len(texts)]
     check_tiling(prompt)
+    groups = 1 + bool(len(texts) - max(split) and max(split))
+    assert len(prompt.scaffold) == 1 + groups
 
 
 def check_tiling(prompt):
@@ -330,13 +342,24 @@ def test_errors_name_the_remedy():
         ),
         ({"system": 3}, "system is 3; give a string"),
         ({"system": "\ud800"}, "system holds half a surrogate"),
-        ({"document": None}, "document is None; give a string or a list"),
+        ({"document": 3}, "document is 3; give a string, a list of chunks, or None"),
         ({"document": b"x"}, "chunk 1 is a int"),
         ({"document": "ab\ud800"}, "document holds half a surrogate pair, .*, at character 2"),
         ({"document": "ab\ud800", "arm": "vanilla"}, "document holds half a surrogate pair"),
         ({"document": ["a", "\ud800"]}, "text of chunk 2 holds half a surrogate pair"),
         ({"document": [Chunk(None)]}, "text of chunk 1 is None"),
         ({"document": [Chunk("a", "\ud800")]}, "label of chunk 1 holds half a surrogate"),
+        ({"document": [Chunk("a", id=7), "b"]}, "chunk 2 has no id, but chunk 1 has 7; give every"),
+        ({"document": ["a"], "chunks": [Chunk("b", id=7)]}, "chunk 1 has no id, but chunk 2 has 7"),
+        ({"document": None, "chunks": [Chunk("b", id=0)]}, "the id of chunk 1 is 0; give a whole"),
+        ({"chunks": "text"}, "the question has the chunks 'text'; give a list"),
+        ({"chunks": [3]}, "the question: chunk 1 is a int"),
+        ({"history": [{**HI, "chunks": "x"}]}, "turn 1 has the chunks 'x'; give a list"),
+        ({"history": [{**HI, "chunks": ["\ud800"]}]}, "turn 1: the text of chunk 1 holds half"),
+        (
+            {"history": [HI, {"role": "assistant", "content": "", "chunks": ["x"]}]},
+            "turn 2 has chunks and the role 'assistant'; only the user's turns have some",
+        ),
         ({"history": ["Hi"]}, "turn 1 is 'Hi'; give a dict"),
         ({"history": [{"content": "x"}]}, "turn 1 has role None; choose one of system"),
         ({"history": [{"role": "user"}]}, "content of turn 1 is None; give a string"),

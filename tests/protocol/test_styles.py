@@ -74,7 +74,7 @@ WORDS = re.sub(r"\s+", " ", TOOL.instructions)
         '<focus magic_chunks="2,5">...</focus> reads several',
         "These numbers come from a longer context of 12 chunks",
         'A tag acts from its ">" on',
-        "The highest number in this context is {count}",
+        "The highest number in this context is {highest}",
         "After a wrong number or a malformed tag everything stays visible",
         "- global, focus, local, answer -",
         "- local, global, focus, local, answer -",

@@ -445,7 +445,7 @@ def test_markers_that_cannot_be_scanned_for_are_refused(marker):
 
 
 def test_numbers_out_of_range_are_refused():
-    with pytest.raises(ValueError, match="num_chunks is -1"):
+    with pytest.raises(ValueError, match="chunks is -1"):
         TagScanner(-1)
     with pytest.raises(ValueError, match="max_ids is 0"):
         TagScanner(1, max_ids=0)

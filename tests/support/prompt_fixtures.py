@@ -224,6 +224,12 @@ def qwen(*, calls="xml", opens=True, default=True, effort=False, off=True) -> st
     )
 
 
+def filled_instructions(count: int, highest: int | None = None) -> str:
+    """The instructions for so many chunks, up to a number of `highest` (by default `count`)."""
+    text = TOOL.instructions.replace("{count}", str(count)).replace("{s}", "s" * (count != 1))
+    return text.replace("{highest}", str(highest or count))
+
+
 def conversation(
     documents: Sequence[str],
     history: Sequence[dict[str, Any]] = (),
@@ -239,7 +245,7 @@ def conversation(
       style: "tool" or "plain".
       responses_on_call: The messages that call tools hold their responses.
     """
-    instructions = TOOL.instructions.replace("{count}", str(len(documents))).replace("{s}", "s")
+    instructions = filled_instructions(len(documents))
     headed = [f"Magic Chunk {n}\n{text}" for n, text in enumerate(documents, 1)]
     system = {"role": "system", "content": TOOL.preamble + "\n\nBe brief."}
     turns = [*history, {"role": "user", "content": f"# Question\nWho?\n\n{instructions}"}]

@@ -1,0 +1,90 @@
+"""A conversation about documents, to which later questions may add chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from da_jax.engine.request import Done, Event, Response
+from da_jax.protocol.chunks import Chunk
+
+if TYPE_CHECKING:
+    from da_jax.engine.llm import LLM, Document
+
+
+class Conversation:
+    """Questions in turn, each with the chunks that were added since the one before.
+
+    Chunks stay in the turn that brought them, so that the prompt of each question begins as that of
+    the one before, up to its question. They are numbered on, or have ids of the caller's.
+
+    A response enters the history with its whole text, as the client saw it: the values that it
+    copied stay visible in every later mode, while its tags are text in a prompt and do not act.
+    Thoughts are left out where the chat template knows them.
+
+    Args:
+      llm: the model.
+      documents: a text, or a list of chunks, that stand first; None for none.
+      system: a system message.
+      **options: those of `LLM.generate` for every question.
+    """
+
+    def __init__(
+        self, llm: LLM, documents: Document = None, *, system: str | None = None, **options: Any
+    ):
+        self._llm, self._documents = llm, documents
+        self._options = {"system": system, **options}
+        self._turns: list[dict[str, Any]] = []
+        self._added: list[str | Chunk] = []
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The turns so far, as `LLM.generate` takes them."""
+        return [dict(turn) for turn in self._turns]
+
+    def add(self, chunks: str | Iterable[str | Chunk]) -> None:
+        """Adds chunks, or a text that is cut into some, to the next question."""
+        self._added += self._llm.renderer.split(chunks) if isinstance(chunks, str) else chunks
+
+    def ask(self, question: str, **options: Any) -> Response:
+        """Answers a question.
+
+        Args:
+          question: the question.
+          **options: those of `LLM.generate`, before those of the conversation.
+
+        Raises:
+          RequestError, ValueError: as `LLM.generate`; the conversation is then as before.
+        """
+        *_, done = self.stream(question, **options)
+        assert isinstance(done, Done)
+        return done.response
+
+    def stream(self, question: str, **options: Any) -> Generator[Event, None, None]:
+        """Answers a question, yielding events as they happen; the last one is `Done`.
+
+        Question and answer enter the history with `Done`; of an iterator that is closed before,
+        nothing is kept, and the chunks that were added wait for the next question.
+        """
+        chunks = tuple(self._added)
+        events = self._llm.stream(
+            self._documents, question, history=self.history, chunks=chunks,
+            **{**self._options, **options},
+        )  # fmt: skip
+        return self._follow(events, question, chunks)
+
+    def _follow(
+        self, events: Generator[Event, None, None], question: str, chunks: Sequence[str | Chunk]
+    ) -> Generator[Event, None, None]:
+        try:
+            for event in events:
+                if isinstance(event, Done):
+                    own = {"chunks": chunks} if chunks else {}
+                    self._turns += [
+                        {"role": "user", "content": question, **own},
+                        {"role": "assistant", "content": event.response.text},
+                    ]
+                    del self._added[: len(chunks)]
+                yield event
+        finally:
+            events.close()
