@@ -72,13 +72,13 @@ def test_who_gives_way_at_any_moment_ends_as_if_undisturbed(family_llm, random_l
         running = engine.scheduler.running
         return engine._preempt(rng.choice(running)) if running and rng.random() < 0.3 else []
 
-    before = engine.scheduler.preemptions
+    before, compiled = engine.scheduler.preemptions, llm.compilations_after_warmup
     for r in requests:
         engine.add(r)
     together = responses(finish(engine, disturb))
     assert engine.scheduler.preemptions > before + 4
     assert list(map(facts, together)) == list(map(facts, alone))
-    assert llm.compilations_after_warmup == 0
+    assert llm.compilations_after_warmup == compiled
 
 
 def test_the_first_in_order_is_never_made_to_give_way(random_llm, engine, monkeypatch):
