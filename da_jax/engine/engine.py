@@ -8,6 +8,7 @@ very next forward pass of its own sequence, and the others do not wait.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import secrets
 import time
@@ -106,6 +107,7 @@ class Engine(Loop):
         self._ids = itertools.count() if ids is None else ids
         self._turns = itertools.count()
         self._flights: list[_Flight] = []
+        self._deadlines: list[tuple[float, int]] = []  # heap of (when, request id)
         self._unread: list[Sequence] = []  # whose text is read while the device runs on
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -173,10 +175,13 @@ class Engine(Loop):
         self.check(request)
         sequence = self._sequence(request)
         self.scheduler.enqueue(sequence)
+        if request.deadline is not None:
+            ends = self._clock() + request.deadline
+            heapq.heappush(self._deadlines, (ends, sequence.request_id))
         return sequence.request_id
 
     def _sequence(self, request: Request) -> Sequence:
-        seed, deadline = request.params.seed, request.deadline
+        seed = request.params.seed
         return Sequence(
             next(self._ids),
             request,
@@ -186,7 +191,6 @@ class Engine(Loop):
             max_len=min(len(request.prompt.ids) + request.params.max_tokens, self.max_len),
             page_size=self.config.page_size,
             entries=self.shapes.entries,
-            ends_at=None if deadline is None else self._clock() + deadline,
             guides=self._guides() if request.params.guided else None,
         )
 
@@ -229,9 +233,11 @@ class Engine(Loop):
         return [] if sequence is None else self._end(sequence, "cancelled")
 
     def _expire(self) -> list[Event]:
-        now = self._clock()
-        late = [s for s in self.scheduler.everyone if s.ends_at is not None and s.ends_at <= now]
-        return [event for sequence in late for event in self._end(sequence, "deadline")]
+        events: list[Event] = []
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            late = self.scheduler.find(heapq.heappop(self._deadlines)[1])
+            events += [] if late is None else self._end(late, "deadline")
+        return events
 
     def _end(self, sequence: Sequence, reason: str) -> list[Event]:
         """Ends a sequence after what it received so far."""
@@ -247,6 +253,7 @@ class Engine(Loop):
         The caches have moved on with these tokens, and a recurrent state cannot go back.
         """
         events: list[Event] = []
+        self.timing.began()
         while self._flights:
             flight = self._flights[0]
             choices = jax.device_get(flight.choices)

@@ -101,7 +101,6 @@ class Sequence:
       max_len: most tokens of prompt and response.
       page_size: tokens a page.
       entries: width of a block mask.
-      ends_at: when it ends unfinished, in seconds of the engine's clock; None for never.
       guides: makes the guide of a request that asks for one.
 
     Attributes:
@@ -127,13 +126,11 @@ class Sequence:
         max_len: int,
         page_size: int,
         entries: int,
-        ends_at: float | None = None,
         guides: Guides | None = None,
     ):
         self.request_id, self.request = request_id, request
         self.rank: tuple[float, int] = (request.priority, request_id)
         self.max_len, self.stop_ids, self.key = max_len, stop_ids, key
-        self.ends_at = ends_at
         self.pages, self.slot = np.zeros(0, np.int32), -1
         self.cached = 0
         self.names: list[bytes] | None = None

@@ -27,6 +27,10 @@ class Timing:
         self._launched: float | None = None
         self._collected: float | None = None
 
+    def began(self) -> None:
+        """A step began; what was between bursts before it was not the host's work alone."""
+        self._collected = None
+
     def prefilled(self) -> None:
         """A prefill was given to the device; the burst after it tells nothing."""
         self._launched = self._collected = None
