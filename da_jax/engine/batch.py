@@ -7,14 +7,14 @@ from collections.abc import Sequence as Several
 import numpy as np
 
 from da_jax.cache.pools import CachePlan
-from da_jax.engine import runner as device
+from da_jax.engine.rows import FREE, DecodeRows, Rows, packed
 from da_jax.engine.sequence import Sequence, View
 from da_jax.kernels.paged_attention import validate
 
 
 def fill_rows(
-    rows: device.Rows, sequences: Several[Sequence], views: Several[View], plan: CachePlan
-) -> device.Rows:
+    rows: Rows, sequences: Several[Sequence], views: Several[View], plan: CachePlan
+) -> Rows:
     """Writes a row for each sequence, as it sees its pages through its view.
 
     Args:
@@ -48,7 +48,7 @@ def allowed_of(sequence: Sequence) -> np.ndarray | np.uint32:
     return np.uint32(0xFFFFFFFF) if mask is None else mask
 
 
-def fill_decode(decode: device.DecodeRows, sequences: Several[Sequence]) -> device.DecodeRows:
+def fill_decode(decode: DecodeRows, sequences: Several[Sequence]) -> DecodeRows:
     """Writes what a burst needs of each sequence.
 
     Args:
@@ -62,11 +62,11 @@ def fill_decode(decode: device.DecodeRows, sequences: Several[Sequence]) -> devi
         decode.steps[row] = 1 if sequence.in_tag else min(burst, sequence.tokens_left)
         decode.guided[row] = sequence.guided
         decode.allowed[row] &= allowed_of(sequence)
-        decode.room[row] = device.FREE if sequence.room is None else sequence.room
+        decode.room[row] = FREE if sequence.room is None else sequence.room
         decode.open[row] = sequence.open
         ids = sorted(sequence.stop_ids)
         decode.stop_ids[row, : len(ids)] = ids
         decode.forced[row] = sequence.forced(burst)
         if sequence.request.params.presence_penalty:
-            decode.seen[row] = device.packed(sequence.generated, decode.seen.shape[1])
+            decode.seen[row] = packed(sequence.generated, decode.seen.shape[1])
     return decode

@@ -20,12 +20,13 @@ import numpy as np
 from da_jax.cache import pools
 from da_jax.cache.pages import PagePool
 from da_jax.cache.prefix import PrefixCache
-from da_jax.engine import runner as device
 from da_jax.engine.batch import allowed_of, fill_decode, fill_rows
 from da_jax.engine.config import MAX_STOP_IDS, EngineConfig
 from da_jax.engine.detokenize import TokenTable
 from da_jax.engine.loop import Loop, RequestError
 from da_jax.engine.request import Event, PrefillProgress, Request, TokenLogprob
+from da_jax.engine.rows import PAUSE, Choice, Shapes, packed
+from da_jax.engine.runner import Runner
 from da_jax.engine.sampling import key_of
 from da_jax.engine.scheduler import Scheduler
 from da_jax.engine.sequence import Chunk, Sequence, most_spans
@@ -89,12 +90,10 @@ class Engine(Loop):
             choose(config.attention, problem)  # refused here, before anything is compiled
         self._costs = _fit(token_costs(table), self._vocabulary)
         self._opens = _fit(table.contains(b"<"), self._vocabulary)
-        self.runner = device.Runner(
+        self.runner = Runner(
             model, self.shapes, plan, costs=self._costs, opens=self._opens, impl=config.attention
         )
-        self._valid = device.packed(
-            np.flatnonzero(table.known[: self._vocabulary]), self.runner.words
-        )
+        self._valid = packed(np.flatnonzero(table.known[: self._vocabulary]), self.runner.words)
         self._guided: Guides | None = None  # made when it is first asked for
         copies = range(slots, slots + snapshots) if plan.rings or plan.states else None
         prefix = PrefixCache(PagePool(plan.num_pages), _root(model, plan), copies)
@@ -280,7 +279,7 @@ class Engine(Loop):
             sequence.open
             or sequence.tokens_left <= 0
             or not sequence.stop_ids.isdisjoint(new)
-            or bool((self._opens[new] | (self._costs[new] >= device.PAUSE)).any())
+            or bool((self._opens[new] | (self._costs[new] >= PAUSE)).any())
         )
 
     def _read(self) -> list[Event]:
@@ -375,7 +374,7 @@ class Engine(Loop):
         sequences = [s for s in sequences if s in self.scheduler.running]
         if not sequences:
             return events
-        batch = device.Shapes.bucket(self.shapes.batches, len(sequences))
+        batch = Shapes.bucket(self.shapes.batches, len(sequences))
         rows = fill_rows(
             self.runner.empty_rows(batch), sequences, [s.view() for s in sequences],
             self.runner.plan,
@@ -406,7 +405,7 @@ class _Flight:
       burst: whether it is a burst.
     """
 
-    choices: device.Choice
+    choices: Choice
     rows: list[tuple[int, Sequence]]
     burst: bool
 
@@ -422,14 +421,14 @@ def _root(model: Decoder, plan: pools.CachePlan) -> bytes:
     return repr((model.config, plan.dtype, model.dtype.name, sorted(plan.pages))).encode()
 
 
-def shapes(config: EngineConfig, max_len: int, stop_ids: int) -> device.Shapes:
+def shapes(config: EngineConfig, max_len: int, stop_ids: int) -> Shapes:
     """Every shape that the device programs of an engine have."""
     batches = [1]
     while batches[-1] < config.max_num_seqs:
         batches.append(min(2 * batches[-1], config.max_num_seqs))
     blocks = -(-max_len // config.page_size)
     small = max(config.prefill_chunk // 8, 1)
-    return device.Shapes(
+    return Shapes(
         batches=tuple(batches),
         chunks=tuple(sorted({small, config.prefill_chunk})),
         burst=config.burst,
@@ -440,7 +439,7 @@ def shapes(config: EngineConfig, max_len: int, stop_ids: int) -> device.Shapes:
 
 
 def attention_problems(
-    config: ModelConfig, shapes: device.Shapes, plan: pools.CachePlan, dtype: str
+    config: ModelConfig, shapes: Shapes, plan: pools.CachePlan, dtype: str
 ) -> list[Problem]:
     """Every distinct call of `paged_attention`, at the largest shapes that the programs have."""
     problems = []
@@ -461,7 +460,7 @@ def attention_problems(
 def token_costs(table: TokenTable) -> np.ndarray:
     """int32 [len(table)]: what each token takes of the room of a sequence that writes it."""
     sizes = np.array([len(table.bytes_of(i)) for i in range(len(table))], np.int32)
-    return np.where(table.contains(b">"), np.int32(device.PAUSE), sizes)
+    return np.where(table.contains(b">"), np.int32(PAUSE), sizes)
 
 
 def _fit(values: np.ndarray, vocabulary: int) -> np.ndarray:
@@ -475,7 +474,7 @@ def _wants_top(sequence: Sequence) -> bool:
     return bool(sequence.request.params.logprobs)
 
 
-def _host_choices(choices: device.Choice, row: int, sequence: Sequence) -> list[TokenLogprob]:
+def _host_choices(choices: Choice, row: int, sequence: Sequence) -> list[TokenLogprob]:
     """What a row chose, in order."""
     tokens = choices.token[:, row]
     count = int(np.count_nonzero(tokens >= 0))

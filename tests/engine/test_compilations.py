@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from da_jax.engine import compilations
-from da_jax.engine.runner import Shapes
+from da_jax.engine.rows import Shapes
 
 START = """
 import sys

@@ -14,7 +14,8 @@ from support import references
 
 from da_jax.cache import pools, states
 from da_jax.checkpoints import hf
-from da_jax.engine.runner import Rows, forward
+from da_jax.engine.rows import Rows
+from da_jax.engine.runner import forward
 from da_jax.engine.sampling import SamplingRows
 from da_jax.kernels.paged_attention import BlockMask, compact, stack
 

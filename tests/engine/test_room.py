@@ -9,7 +9,7 @@ from da_jax import Arm, Done, SamplingParams
 from da_jax.engine.detokenize import TokenTable
 from da_jax.engine.engine import token_costs
 from da_jax.engine.request import Request, TokenLogprob
-from da_jax.engine.runner import PAUSE
+from da_jax.engine.rows import PAUSE
 from da_jax.engine.sequence import Sequence
 from da_jax.protocol.prompt import PromptMap
 

@@ -77,7 +77,8 @@ def measure(case: str, devices: int, folder: Path) -> dict[str, Any]:
 
     from da_jax.cache import pools, states
     from da_jax.checkpoints import hf
-    from da_jax.engine.runner import Rows, Runner, Shapes, forward
+    from da_jax.engine.rows import Rows, Shapes
+    from da_jax.engine.runner import Runner, forward
     from da_jax.engine.sampling import SamplingRows
     from da_jax.kernels.paged_attention import compact, stack
     from da_jax.models import hf_config, parallel
