@@ -9,7 +9,9 @@ Products are in float32 whatever the pool holds. On CPU keep bfloat16 out of the
 0.12: the XLA of jax 0.10 converts the whole pool to float32 on each call, here and in `write_kv`.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +19,36 @@ from jax import lax
 
 from da_jax.kernels.chips import Target
 from da_jax.kernels.paged_attention.mask import BlockMask
-from da_jax.kernels.paged_attention.pool import KVPages, Layout, layout_of, read_pages
+from da_jax.kernels.paged_attention.pool import (
+    PACKED_LANES,
+    VALUE_LANE,
+    KVPages,
+    Layout,
+    layout_of,
+    read_pages,
+)
 
 _NOWHERE = jnp.iinfo(jnp.int32).max
 _FEW_ROWS = 48  # measured on CPU: with more rows per KV head one large product is faster
-# On CPU what a trip copies should still be in the core's cache when it is used; elsewhere a trip
+# On CPU what a trip copies should still be in the cores' caches when it is used. The products of a
+# few rows are so short that a trip needs more of them to be worth a second core. Elsewhere a trip
 # should be long against the launch of its kernels.
-_CHUNK_BYTES = {"cpu": 400 << 10}
+_CHUNK_BYTES = 400 << 10
+_CHUNK_BYTES_FEW_ROWS = 800 << 10
 _CHUNK_BYTES_ELSEWHERE = 1 << 25
+_REST = 4  # what long trips leave over is taken by trips of this part of their length
 
 
 class _Chunk(NamedTuple):
-    """Entries that one trip of the loop takes: `tiles` batched products over `pages` each."""
+    """Entries that one trip of a loop takes: `tiles` batched products over `pages` each."""
 
     tiles: int
     pages: int
+
+    @property
+    def entries(self) -> int:
+        """Entries of a trip."""
+        return self.tiles * self.pages
 
 
 class _State(NamedTuple):
@@ -58,9 +75,10 @@ def attend(
     _, t, hq, d = q.shape
     form = layout_of(kv_pages, d)
     hkv, page_size, width = form.kv_heads, form.page_size, mask.page.shape[1]
-    chunk = _chunk(t * hq, form, width, target)
-    step = chunk.tiles * chunk.pages
-    padded = [jnp.pad(x, ((0, 0), (0, -width % step))) for x in mask[:3]]
+    chunks = _chunks(t * hq, form, width, target)
+    whole = _takes_whole_rows(t * hq, form, target)
+    longest = chunks[0].entries
+    padded = [jnp.pad(x, ((0, 0), (0, -width % longest))) for x in mask[:3]]
     # A float32 model wants float32 products; on accelerators the default would be less.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
 
@@ -69,26 +87,26 @@ def attend(
         rows = q.reshape(t, hkv, -1, d).swapaxes(0, 1).reshape(hkv, -1, d).astype(jnp.float32)
         row = jnp.arange(rows.shape[1]) // (hq // hkv)
         query = jnp.where(row < q_len, length - q_len + row, -1)
+        if whole:
+            rows = jnp.pad(rows, ((0, 0), (0, 0), (0, PACKED_LANES - d)))
 
-        def trip(i, state):
-            entry = [lax.dynamic_slice_in_dim(x, i * step, step) for x in (page, span, block)]
-            live = i * step + jnp.arange(step) < count
+        def trip(chunk, first, i, state):
+            start = first + i * chunk.entries
+            entry = [lax.dynamic_slice_in_dim(x, start, chunk.entries) for x in (page, span, block)]
+            live = start + jnp.arange(chunk.entries) < count
             position = _positions(entry[1], entry[2], live, page_size).reshape(chunk.tiles, -1)
-            seen = position[:, None] <= query[:, None]
-            wanted = position < length
-            if window is not None:
-                seen &= position[:, None] > query[:, None] - window
-                wanted &= position > length - q_len - window
-            k, v = (_fetch(kv_pages, form, entry[0], side, chunk) for side in (0, 1))
-            # A hidden slot may hold anything, and zero times NaN would be NaN.
-            v = jnp.where(wanted[:, None, :, None], v, 0)
+            seen = _within(position[:, None], query[:, None], query[:, None], window)
+            wanted = _within(position, length - q_len, length - 1, window)
+            k, v = _fetch(kv_pages, form, entry[0], wanted, chunk, whole)
             tiled = jnp.broadcast_to(rows, (chunk.tiles, *rows.shape))
             scores = scale * jnp.einsum("chrd,chkd->chrk", tiled, k, precision=precision)
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
             return _fold(state, jnp.where(seen[:, None], scores, -jnp.inf), v, precision)
 
-        state = lax.fori_loop(0, -(-count // step), trip, _nothing(rows))
+        state = _sweep(trip, chunks, count, _nothing(rows))
+        if whole:
+            state = state._replace(out=state.out[..., VALUE_LANE : VALUE_LANE + d])
         return _finish(state, t)
 
     count = jnp.clip(mask.count, 0, width)
@@ -96,17 +114,47 @@ def attend(
     return out.astype(q.dtype), lse
 
 
-def _chunk(rows: int, form: Layout, width: int, target: Target) -> _Chunk:
-    """Chooses a chunk whose keys and values, and whose scores, fill the room for one trip."""
+def _chunks(rows: int, form: Layout, width: int, target: Target) -> list[_Chunk]:
+    """Chooses chunks, the longest first; the last also takes what is less than it."""
     hkv, page_size = form.kv_heads, form.page_size
-    room = _CHUNK_BYTES.get(target.platform, _CHUNK_BYTES_ELSEWHERE)
+    few, cpu = rows // hkv <= _FEW_ROWS, target.platform == "cpu"
+    room = _CHUNK_BYTES_ELSEWHERE
+    if cpu:
+        room = _CHUNK_BYTES_FEW_ROWS if few else _CHUNK_BYTES
     slot_bytes = max(2 * hkv * form.head_dim * 4, rows * 4)
     pages = max(1, min(width, room // (slot_bytes * page_size)))
-    if rows // hkv > _FEW_ROWS:
-        return _Chunk(1, pages)
+    if not few:
+        return [_Chunk(1, pages)]
     # With few rows the copy out of the pool is what costs, and it is faster without transposing.
     tile = max(1, min(pages, 64 // page_size))
-    return _Chunk(max(1, pages // tile), tile)
+    tiles = max(1, pages // tile)
+    if not cpu or tiles == 1:
+        return [_Chunk(tiles, tile)]
+    rest = max(1, tiles // _REST)
+    return [_Chunk(tiles - tiles % rest, tile), _Chunk(rest, tile)]
+
+
+def _takes_whole_rows(rows: int, form: Layout, target: Target) -> bool:
+    """Whether keys and values that share rows are multiplied as they lie in the pool.
+
+    Queries and weights then meet twice the lanes, half of them for nothing. With few rows on a CPU
+    that is cheap against two more copies that take keys and values apart.
+    """
+    few = rows // form.kv_heads <= _FEW_ROWS
+    return target.platform == "cpu" and few and form.packed and not form.quantized
+
+
+def _sweep(
+    trip: Callable[..., _State], chunks: list[_Chunk], count: jax.Array, state: _State
+) -> _State:
+    """Runs trips over `count` entries, as many of the longest chunk as fit, then of the next."""
+    done: jax.Array | int = 0
+    for chunk in chunks:
+        left = count - done
+        trips = left // chunk.entries if chunk is not chunks[-1] else -(-left // chunk.entries)
+        state = lax.fori_loop(0, trips, partial(trip, chunk, done), state)
+        done += trips * chunk.entries
+    return state
 
 
 def _positions(span: jax.Array, block: jax.Array, live: jax.Array, page_size: int) -> jax.Array:
@@ -117,16 +165,38 @@ def _positions(span: jax.Array, block: jax.Array, live: jax.Array, page_size: in
     return jnp.where(shown, block[:, None] * page_size + slot, _NOWHERE)
 
 
-def _fetch(kv_pages: KVPages, form: Layout, page: jax.Array, side: int, chunk: _Chunk) -> jax.Array:
-    """Copies keys (side 0) or values (1) of pages to float32 `[tiles, HKV, pages * PS, D]`."""
-    x, scales = read_pages(kv_pages, form, page, side)
+def _within(
+    position: jax.Array, first: jax.Array, last: jax.Array, window: int | None
+) -> jax.Array:
+    """Which positions a query at `last` may see, and in a window some query from `first` on."""
+    seen = position <= last
+    return seen if window is None else seen & (position > first - window)
+
+
+def _fetch(
+    kv_pages: KVPages, form: Layout, page: jax.Array, wanted: jax.Array, chunk: _Chunk, whole: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Copies keys and values of pages to float32 `[tiles, HKV, pages * PS, D]`.
+
+    Values of slots that are not `wanted` `[tiles, pages * PS]` are 0: a hidden slot may hold
+    anything, and zero times NaN would be NaN. With `whole`, both are the rows of the pool.
+    """
 
     def tiled(x):
         x = x.reshape(chunk.tiles, chunk.pages, form.kv_heads, form.page_size, -1).swapaxes(1, 2)
         return x.reshape(chunk.tiles, form.kv_heads, chunk.pages * form.page_size, -1)
 
-    x = tiled(x).astype(jnp.float32)
-    return x if scales is None else x * tiled(scales)
+    def side(i):
+        x, scales = read_pages(kv_pages, form, page, i)
+        x = tiled(x).astype(jnp.float32)
+        return x if scales is None else x * tiled(scales)
+
+    shown = wanted[:, None, :, None]
+    if whole:
+        rows = cast(jax.Array, kv_pages).at[page, 0].get(mode="clip")
+        rows = jnp.where(shown, tiled(rows).astype(jnp.float32), 0)
+        return rows, rows
+    return side(0), jnp.where(shown, side(1), 0)
 
 
 def _nothing(rows: jax.Array) -> _State:

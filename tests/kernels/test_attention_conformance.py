@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.paged_cases import TOLERANCE, Case, make_case, shuffled
 
-from da_jax.kernels.chips import current_target
+from da_jax.kernels.chips import describe
 from da_jax.kernels.paged_attention import (
     BackendError,
     BlockMask,
@@ -18,7 +18,6 @@ from da_jax.kernels.paged_attention import (
     compact,
     empty_pages,
     layout,
-    layout_of,
     paged_attention,
     stack,
     support,
@@ -145,21 +144,26 @@ def test_matches_dense_attention_with_nan_in_every_hidden_slot(impl, name):
             run(case, impl)
 
 
-@pytest.mark.parametrize("pages", [1, 3])
-@pytest.mark.parametrize("queries", [1, 40])
-def test_xla_takes_as_many_trips_as_the_pages_need(monkeypatch, pages, queries):
-    case = make_case(queries=queries, window=50)
-    slot_bytes = 4 * max(2 * 2 * 64, queries * 4)
-    monkeypatch.setattr(xla, "_CHUNK_BYTES", {})
-    monkeypatch.setattr(xla, "_CHUNK_BYTES_ELSEWHERE", pages * 16 * slot_bytes)
+@pytest.mark.parametrize("entries", [[1], [3], [4, 1], [4, 2], [6, 2]])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("packed", [True, False])
+def test_xla_takes_as_many_trips_as_the_pages_need(monkeypatch, entries, queries, packed):
+    case = make_case(queries=queries, window=50, packed=packed)
+    chunks = [xla._Chunk(n, 1) for n in entries]
+    monkeypatch.setattr(xla, "_chunks", lambda *args: chunks)
     program.cache_clear()
-    form = layout_of(case.pool, 64)
-    assert (
-        np.prod(xla._chunk(queries * 4, form, 99, current_target()))
-        == pages
-        < case.mask.count.max()
-    )
+    assert entries[0] < case.mask.count.max()
     check(case, "xla")
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64, 256])
+def test_xla_on_cpu_takes_what_long_trips_leave_over_by_shorter_ones(page_size):
+    cpu = describe("cpu", "cpu")
+    for kv_heads, head_dim, width in itertools.product((1, 3, 8), (32, 64, 128, 256), (1, 7, 99)):
+        form = layout(9, kv_heads, page_size, head_dim, "float32")
+        longest, *rest = (chunk.entries for chunk in xla._chunks(kv_heads, form, width, cpu))
+        assert all(longest % n == 0 and n < longest for n in rest)
+        assert rest or longest <= max(1, 64 // page_size)
 
 
 @pytest.mark.slow
