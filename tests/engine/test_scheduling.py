@@ -99,8 +99,10 @@ def test_priority_goes_before_arrival_and_nobody_waits_for_ever(random_llm, engi
     for event in finish(engine):
         if isinstance(event, PrefillProgress) and event.request_id not in started:
             started.append(event.request_id)
-    assert started[0] == urgent and set(started) == {late, urgent, *soon}
-    assert 0 < started.index(late) < 12  # every eighth time the oldest goes first
+    assert set(started) == {late, urgent, *soon}
+    assert started.index(urgent) <= 1 and started.index(late) < 12  # in turn, the oldest is first
+    rest = [number for number in started if number in soon]
+    assert rest == soon
 
 
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(random_llm, engine, monkeypatch):
