@@ -101,8 +101,8 @@ def test_priority_goes_before_arrival_and_nobody_waits_for_ever(random_llm, engi
             started.append(event.request_id)
     assert set(started) == {late, urgent, *soon}
     assert started.index(urgent) <= 1 and started.index(late) < 12  # in turn, the oldest is first
-    rest = [number for number in started if number in soon]
-    assert rest == soon
+    rest = [number for number in started if number in soon]  # four at a time, the shortest first
+    assert all(abs(rest.index(number) - at) <= 4 for at, number in enumerate(soon))
 
 
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(random_llm, engine, monkeypatch):
