@@ -72,6 +72,8 @@ def run(options: Options) -> None:
         )
         events = llm.stream(document, question, arm=arm, system=options.system, sampling=sampling)
         first = _prefill(events, report)
+    for line in llm.memory.describe():
+        Console(stderr=True).print(Text(line, style="dim"), soft_wrap=True)
     console = Console(stderr=options.json)  # with --json, standard output holds one object only
     response = _show(first, events, console)
     if options.trace:

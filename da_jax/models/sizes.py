@@ -18,7 +18,12 @@ from da_jax.models.config import Attention, GatedDelta, Kind, Layer, ModelConfig
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a number, by dtype of the activations and the KV cache."""
 
-_PACKED_LANES = 128  # a pool row holds key and value of a head of at most 64 in this many numbers
+_LOGITS = 4  # arrays of logits at once: sampling sorts them with their ids
+_COMPILER = (
+    128 << 20
+)  # bytes of a program whatever the model: kernels' buffers, weights on their way
+_DELTA_CHUNK = 64  # tokens that the delta rule takes at once
+_LANES = 128  # a pool row holds key and value of a head of at most 64, or scales, in as many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +99,7 @@ def per_layer_embedding_bytes(config: ModelConfig, itemsize: int) -> int:
 
 
 def kv_bytes_per_token(
-    config: ModelConfig, kind: Kind, *, itemsize: int, read: bool = False
+    config: ModelConfig, kind: Kind, *, itemsize: int, quantized: bool = False, read: bool = False
 ) -> int:
     """Bytes of keys and values of one token in the layers of a kind.
 
@@ -102,11 +107,12 @@ def kv_bytes_per_token(
       config: the model.
       kind: `full` or `sliding`.
       itemsize: bytes of a number.
+      quantized: 8 bits a number instead, and a float32 scale for each key and value of a head.
       read: count every layer that reads them, so those of a donor more than once, instead of the
         layers that store them.
     """
     return sum(
-        2 * mixer.num_kv_heads * mixer.head_dim * itemsize
+        _kv_bytes(mixer, itemsize, quantized)
         for mixer in _attentions(config, kind)
         if read or mixer.donor is None
     )
@@ -164,18 +170,28 @@ class Traffic:
 
 
 def traffic(
-    config: ModelConfig, *, batch: int, context: int, itemsize: int, int8: bool = False
+    config: ModelConfig,
+    *,
+    batch: int,
+    context: int,
+    itemsize: int,
+    int8: bool = False,
+    kv_quantized: bool = False,
 ) -> Traffic:
-    """What a decode step of `batch` sequences of `context` tokens each moves."""
+    """What a decode step of `batch` sequences of `context` tokens each moves.
+
+    `int8` is about the weights, `kv_quantized` about keys and values.
+    """
+    full = kv_bytes_per_token(config, "full", itemsize=itemsize, quantized=kv_quantized, read=True)
     weights = sum(
         _bytes(tensor, itemsize, int8) * share for tensor, share in _shares(config, batch)
     )
     return Traffic(
         weights=weights,
-        full=batch * context * kv_bytes_per_token(config, "full", itemsize=itemsize, read=True),
+        full=batch * context * full,
         sliding=batch
         * sum(
-            min(context, mixer.window or 0) * 2 * mixer.num_kv_heads * mixer.head_dim * itemsize
+            min(context, mixer.window or 0) * _kv_bytes(mixer, itemsize, kv_quantized)
             for mixer in _attentions(config, "sliding")
         ),
         states=2 * batch * state_bytes_per_sequence(config, itemsize=itemsize),
@@ -191,6 +207,7 @@ class Use:
       context: tokens of each, prompt and response.
       dtype: of activations, KV cache and, unless `int8`, weights.
       int8: whether weights are int8 with scales.
+      kv_dtype: of keys and values, see `dtypes.KV_DTYPES`.
       page_size: tokens of a KV page.
       prefill_chunk: tokens of a prefill step.
       per_layer_on_host: whether Gemma 4's per-layer embeddings are kept off the device.
@@ -200,6 +217,7 @@ class Use:
     context: int = 32_768
     dtype: str = "bfloat16"
     int8: bool = False
+    kv_dtype: str = "auto"
     page_size: int = 64
     prefill_chunk: int = 512
     per_layer_on_host: bool = False
@@ -210,6 +228,15 @@ class Use:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(ITEMSIZE)}")
+        if self.kv_dtype not in dtypes.KV_DTYPES:
+            raise ValueError(
+                f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(dtypes.KV_DTYPES)}"
+            )
+
+    @property
+    def kv_quantized(self) -> bool:
+        """Whether keys and values have 8 bits and a scale."""
+        return dtypes.KV_DTYPES[self.kv_dtype] is not None
 
     @property
     def itemsize(self) -> int:
@@ -250,7 +277,7 @@ def memory(config: ModelConfig, use: Use) -> Memory:
         pages=pages,
         rings=rings,
         states=use.batch * state_bytes_per_sequence(config, itemsize=use.itemsize),
-        workspace=_workspace(config, use),
+        workspace=workspace_bytes(config, use),
     )
 
 
@@ -320,6 +347,11 @@ def _fit(config: ModelConfig, use: Use, chip: chips.Chip) -> Fit:
         narrow = dtypes.problem("float16", config.family, target) if best == "float32" else None
         notes += filter(None, (reason, narrow))
         use = dataclasses.replace(use, dtype=best)
+    try:
+        dtypes.resolve_kv(use.kv_dtype, use.dtype, target)
+    except ValueError as error:
+        notes.append(str(error))
+        use = dataclasses.replace(use, kv_dtype="int8")  # which takes as much
     if per_layer_on_host(config, use, capacity):
         use = dataclasses.replace(use, per_layer_on_host=True)
         notes.append("per-layer embeddings stay on the host")
@@ -440,9 +472,23 @@ def _experts(config: ModelConfig, layer: Layer) -> Iterator[Tensor]:
             yield _norm(name, width)
 
 
-def _pool_numbers(mixer: Attention) -> int:
-    """Numbers that the pool keeps of a token: small heads share padded rows with their values."""
-    return mixer.num_kv_heads * max(2 * mixer.head_dim, _PACKED_LANES)
+def _kv_bytes(mixer: Attention, itemsize: int, quantized: bool) -> int:
+    """Bytes of key and value of one token, without what a pool pads."""
+    head = mixer.head_dim + 4 if quantized else mixer.head_dim * itemsize
+    return 2 * mixer.num_kv_heads * head
+
+
+def _page_bytes(mixer: Attention, use: Use) -> int:
+    """Bytes of a page: small heads share padded rows with their values, rows of scales are padded.
+
+    The same as `Layout.page_bytes` of the pool, which needs JAX.
+    """
+    heads = mixer.num_kv_heads
+    numbers = use.page_size * heads * max(2 * mixer.head_dim, _LANES)
+    if not use.kv_quantized:
+        return numbers * use.itemsize
+    padded = min(1 << (heads - 1).bit_length(), -(-heads // 8) * 8)
+    return numbers + 4 * 2 * padded * -(-use.page_size // _LANES) * _LANES
 
 
 def _cache_bytes(config: ModelConfig, use: Use) -> tuple[int, int]:
@@ -457,29 +503,44 @@ def _cache_bytes(config: ModelConfig, use: Use) -> tuple[int, int]:
         if isinstance(mixer, GatedDelta) or mixer.donor is not None:
             continue
         if mixer.window is None:
-            pages += context * _pool_numbers(mixer)
+            pages += context * _page_bytes(mixer, use)
         else:
             blocks = (mixer.window + use.prefill_chunk - 2) // use.page_size + 2
-            rings += min(blocks, context) * _pool_numbers(mixer)
-    page = use.batch * use.page_size * use.itemsize
-    return pages * page, rings * page
+            rings += min(blocks, context) * _page_bytes(mixer, use)
+    return use.batch * pages, use.batch * rings
 
 
-def _workspace(config: ModelConfig, use: Use) -> int:
-    """Bytes of the activations alive at once in the widest layer, and of the logits."""
-    width = 0
-    for layer in config.layers:
-        mixer, experts = layer.mixer, layer.experts
-        if isinstance(mixer, GatedDelta):
-            mixing = 6 * mixer.channels  # float32 inside, besides the inputs
-        else:
-            mixing = (4 if mixer.output_gate else 3) * mixer.num_heads * mixer.head_dim
-        feeding = 3 * layer.mlp
-        if experts:
-            feeding += 3 * (experts.top_k * (experts.hidden + config.hidden_size) + experts.shared)
-        width = max(width, mixing, feeding)
-    tokens = max(use.prefill_chunk, use.batch)
+def workspace_bytes(config: ModelConfig, use: Use) -> int:
+    """Bytes that prefill and decode need besides weights and caches: an estimate from above.
+
+    The activations alive at once in the widest layer; the logits and what sampling sorts of them;
+    the recurrent states of a batch, which a burst carries; one matrix of a layer in another layout
+    or dtype; and what compilers take whatever the model is. `da-jax bench aot --model` compares it
+    with compiled programs.
+    """
+    width = max(_layer_width(config, layer) for layer in config.layers)
     if config.per_layer_inputs:
         width += 3 * len(config.layers) * config.per_layer_inputs.size
-    logits = 2 * 4 * use.batch * config.vocab_size
-    return tokens * (width + 4 * config.hidden_size) * use.itemsize + logits
+    activations = max(use.prefill_chunk, use.batch) * (width + 4 * config.hidden_size)
+    inside = [t for t in tensors(config) if t.path.startswith("layers.") and t.read == "step"]
+    states = use.batch * state_bytes_per_sequence(config, itemsize=use.itemsize)
+    return (
+        use.itemsize * (2 * activations + 2 * max(t.size for t in inside))
+        + _LOGITS * 4 * use.batch * config.vocab_size
+        + 2 * states
+        + _COMPILER
+    )
+
+
+def _layer_width(config: ModelConfig, layer: Layer) -> int:
+    """Numbers a token that a layer has at once."""
+    mixer, experts = layer.mixer, layer.experts
+    if isinstance(mixer, GatedDelta):
+        # float32 inside: three times the heads, and per head the rows of a chunk by each other.
+        mixing = 2 * (6 * mixer.channels + 6 * _DELTA_CHUNK * mixer.value_heads)
+    else:
+        mixing = (4 if mixer.output_gate else 3) * mixer.num_heads * mixer.head_dim
+    feeding = 3 * layer.mlp
+    if experts:
+        feeding += 3 * (experts.top_k * (experts.hidden + config.hidden_size) + experts.shared)
+    return max(mixing, feeding)
