@@ -68,9 +68,11 @@ class Plan:
             max_num_seqs=self.batch, max_model_len=self.context, kv_dtype=self.kv_dtype
         )
 
-    def abstract(self) -> Decoder:
-        """The model without its weights."""
-        return registry.abstract(self.config(), dtype=jnp.dtype(jnp.bfloat16), quantized=self.int8)
+    def abstract(self, target: chips.Target) -> Decoder:
+        """The model without its weights, in the dtype that the engine would choose."""
+        config = self.config()
+        dtype = jnp.dtype(dtypes.automatic(config.family, target))
+        return registry.abstract(config, dtype=dtype, quantized=self.int8)
 
 
 def rows(plan: Plan, targets: Sequence[str]) -> list[Row]:
@@ -122,7 +124,8 @@ def programs(
     plan: Plan, device: jax.Device, cache: pools.CachePlan
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(name, function that compiles it) of each program; nothing is computed or allocated."""
-    settings, model = plan.settings(), plan.abstract()
+    target = chips.describe(device.platform, device.device_kind)
+    settings, model = plan.settings(), plan.abstract(target)
     forms = engine.shapes(settings, plan.context, _STOP_IDS)
     vocabulary = plan.config().vocab_size
     made = runner.Runner(
@@ -178,14 +181,15 @@ def memory_plan(plan: Plan, device: jax.Device) -> tuple[memory.MemoryPlan, pool
     """
     target = chips.describe(device.platform, device.device_kind)
     assert target.chip is not None
+    model = plan.abstract(target)
     weights = {
         ".".join(map(str, path)): leaf.get_value()
-        for path, leaf in nnx.to_flat_state(nnx.state(plan.abstract()))
+        for path, leaf in nnx.to_flat_state(nnx.state(model))
     }
     if on_host(plan, device):
         del weights["per_layer_embedding"]
     forms = engine.shapes(plan.settings(), plan.context, _STOP_IDS)
-    settings, dtype = plan.settings(), "bfloat16"
+    settings, dtype = plan.settings(), model.dtype.name
     kv_dtype = dtypes.resolve_kv(plan.kv_dtype, dtype, target)
     room = memory.Room(
         device=target.kind,

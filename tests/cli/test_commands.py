@@ -152,6 +152,7 @@ def test_bench_kv_scores_the_questions_of_the_shipped_checkpoint(da_jax):
 
 def test_bench_kv_scores_a_text_as_one_dense_pass_does(da_jax, tiny_folder, tmp_path):
     from support.dense import dense_logits
+    from transformers import AutoTokenizer
 
     from da_jax.checkpoints import hf
 
@@ -161,8 +162,6 @@ def test_bench_kv_scores_a_text_as_one_dense_pass_does(da_jax, tiny_folder, tmp_
                "auto", "--prompt-tokens", "30", "--new-tokens", "20")  # fmt: skip
     code, out, _ = da_jax("bench", "kv", *options, "--windows", "2", "--json")
     (row,) = json.loads(out)
-    from transformers import AutoTokenizer
-
     ids = np.array(AutoTokenizer.from_pretrained(tiny_folder).encode(text))
     pieces = np.stack([ids[:50], ids[len(ids) // 2 :][:50]])
     logits = dense_logits(
