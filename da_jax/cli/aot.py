@@ -29,13 +29,16 @@ _MODEL_COLUMNS = {
     "ok": "ok",
     "argument_bytes": "device GB",
     "temp_bytes": "temp GB",
+    "workspace_bytes": "kept GB",
     "host_bytes": "host GB",
     "memory_bytes": "of GB",
     "seconds": "s",
     "error": "error",
 }
 _UNITS = {"temp_bytes": 1 << 20, "shared_bytes": 1 << 10}
-_MODEL_UNITS = dict.fromkeys(("argument_bytes", "temp_bytes", "host_bytes", "memory_bytes"), 10**9)
+_MODEL_UNITS = dict.fromkeys(
+    ("argument_bytes", "temp_bytes", "workspace_bytes", "host_bytes", "memory_bytes"), 10**9
+)
 
 
 def run(targets: list[str] | None, backends: list[str] | None, full: bool, as_json: bool) -> None:
@@ -49,7 +52,7 @@ def run(targets: list[str] | None, backends: list[str] | None, full: bool, as_js
 
 def run_model(
     model: str, targets: list[str] | None, *, batch: int, context: int, weights: str,
-    tensor_parallel: int, as_json: bool,
+    tensor_parallel: int, kv_dtype: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Prints the rows of a model's programs; the exit code is 1 if any is not ok."""
     from da_jax.engine import aot
@@ -59,7 +62,7 @@ def run_model(
     if not targets:
         raise ValueError("name at least one --target with --model, such as --target v5e")
     with Console(stderr=True).status("Compiling; a large model takes minutes a target"):
-        plan = aot.Plan(model, batch, context, weights == "int8", tensor_parallel)
+        plan = aot.Plan(model, batch, context, weights == "int8", tensor_parallel, kv_dtype)
         rows = aot.rows(plan, targets)
     _show(rows, as_json, _MODEL_COLUMNS, _MODEL_UNITS)
 

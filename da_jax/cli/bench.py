@@ -64,7 +64,7 @@ def attention(
     _check_positive(contexts, batches)
     given = {"contexts": contexts, "batches": batches, "backends": backends}
     rows = bench.attention_rows(shape=heads, **{k: value for k, value in given.items() if value})
-    _print(rows, as_json, _machine())
+    show(rows, as_json, machine())
 
 
 def tune(
@@ -87,7 +87,7 @@ def tune(
         for backend in names
         for row in bench.tune(context, batch, backend, heads)
     ]
-    _print(rows, as_json, f"{_machine()}; kept in {tuning.path()}")
+    show(rows, as_json, f"{machine()}; kept in {tuning.path()}")
 
 
 def _check_positive(contexts: list[int] | None, batches: list[int] | None) -> None:
@@ -101,7 +101,7 @@ def scanner(as_json: bool) -> None:
     from da_jax.protocol.bench import scanner_throughput
 
     rows = [row._asdict() | {"chars_per_s": round(row.chars_per_s)} for row in scanner_throughput()]
-    _print(rows, as_json, _machine())
+    show(rows, as_json, machine())
 
 
 def decode(
@@ -128,7 +128,7 @@ def decode(
         rows.append(_engine_row(model, prompts, new_tokens, dtype))
         if with_transformers:
             rows.append(_transformers_row(model, prompts, new_tokens, rows[-1]))
-    _print(rows, as_json, _machine())
+    show(rows, as_json, machine())
 
 
 def _engine_row(model: str, prompts: np.ndarray, new_tokens: int, dtype: str) -> Row:
@@ -143,7 +143,7 @@ def _engine_row(model: str, prompts: np.ndarray, new_tokens: int, dtype: str) ->
         dtype=dtype,
         max_num_seqs=batch,
         max_model_len=prompt_tokens + new_tokens,
-        kv_cache_bytes=2**62,  # the whole batch at once, whatever it takes
+        kv_cache_bytes=2**62,  # whatever the device has
     )
     engine = llm.engine
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
@@ -161,7 +161,7 @@ def _engine_row(model: str, prompts: np.ndarray, new_tokens: int, dtype: str) ->
     steps = new_tokens - 1  # the first token comes from the prefill
     return {
         "engine": "da-jax",
-        "dtype": llm.engine.runner.plan.dtype,
+        "dtype": engine.runner.plan.dtype,
         "batch": batch,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
@@ -205,13 +205,15 @@ def _transformers_row(model: str, prompts: np.ndarray, new_tokens: int, ours: Ro
     }
 
 
-def _machine() -> str:
-    from da_jax.kernels.bench import machine
+def machine() -> str:
+    """Device and versions."""
+    from da_jax.kernels import bench
 
-    return ", ".join(f"{name} {value}" for name, value in machine().items())
+    return ", ".join(f"{name} {value}" for name, value in bench.machine().items())
 
 
-def _print(rows: list[Row], as_json: bool, title: str) -> None:
+def show(rows: list[Row], as_json: bool, title: str) -> None:
+    """Prints rows as a table, or as JSON."""
     if as_json:
         print(json.dumps(rows))
         return

@@ -80,6 +80,8 @@ def run(options: Options) -> None:
             initial=initial, visible=visible,
         )  # fmt: skip
         first = _prefill(events, report)
+    for line in llm.memory.describe():
+        Console(stderr=True).print(Text(line, style="dim"), soft_wrap=True)
     console = Console(stderr=options.json)  # with --json, standard output holds one object only
     response = _show(first, events, console)
     if options.trace:

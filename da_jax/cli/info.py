@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from da_jax.checkpoints import known
-from da_jax.models import sharding, sizes
+from da_jax.models import dtypes, sharding, sizes
 from da_jax.models.config import Attention, Kind, ModelConfig
 
 _CONTEXTS = (8_192, 32_768, 131_072, 262_144)
@@ -23,7 +23,7 @@ _VISIBLE = 0.1  # of the context, for the bound on the speed-up
 
 def run(
     model: str, as_json: bool, *, batch: int, context: int | None, dtype: str, weights: str | None,
-    page_size: int, prefill_chunk: int, mesh: int,
+    kv_dtype: str, page_size: int, prefill_chunk: int, mesh: int,
 ) -> None:  # fmt: skip
     """Prints what is known of a model; the arguments are those of the command.
 
@@ -46,6 +46,7 @@ def run(
         context=min(32_768, found.config.max_positions) if context is None else context,
         dtype=dtype,
         int8=weights == "int8" or found.int8,
+        kv_dtype=kv_dtype,
         page_size=page_size,
         prefill_chunk=prefill_chunk,
         devices=mesh,
@@ -73,6 +74,7 @@ def collect(model: str, source: str, config: ModelConfig, use: sizes.Use) -> dic
         **_layers(config),
         "dtype": use.dtype,
         "weights": "int8" if use.int8 else use.dtype,
+        "kv_dtype": dtypes.KV_DTYPES[use.kv_dtype] or use.dtype,
         "batch": use.batch,
         "context_tokens": use.context,
         "page_size_tokens": use.page_size,
@@ -103,8 +105,9 @@ def collect(model: str, source: str, config: ModelConfig, use: sizes.Use) -> dic
 
 def _traffic(config: ModelConfig, use: sizes.Use, context: int) -> sizes.Traffic:
     return sizes.traffic(
-        config, batch=use.batch, context=context, itemsize=use.itemsize, int8=use.int8
-    )
+        config, batch=use.batch, context=context, itemsize=use.itemsize, int8=use.int8,
+        kv_quantized=use.kv_quantized,
+    )  # fmt: skip
 
 
 def _layers(config: ModelConfig) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def _kv_bytes(config: ModelConfig, use: sizes.Use) -> dict[str, int]:
     kinds: tuple[Kind, ...] = ("full", "sliding")
     return {
         f"kv_{'read_' if read else ''}bytes_per_token_{kind}": sizes.kv_bytes_per_token(
-            config, kind, itemsize=use.itemsize, read=read
+            config, kind, itemsize=use.itemsize, quantized=use.kv_quantized, read=read
         )
         for read in (False, True)
         for kind in kinds
@@ -248,6 +251,7 @@ def _memory(facts: dict[str, Any]) -> Table:
     table = _table(
         f"Memory, {facts['batch']} x {facts['context_tokens']:,} tokens, {facts['dtype']}"
         + (", int8 weights" if facts["weights"] == "int8" else "")
+        + (f", {facts['kv_dtype']} KV" if facts["kv_dtype"] != facts["dtype"] else "")
         + (f", on each of {facts['devices']} devices" if facts["devices"] > 1 else ""),
         ("", "GB"),
     )

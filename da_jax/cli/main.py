@@ -22,6 +22,9 @@ bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+KvDtype = Annotated[
+    str, typer.Option(help="Of keys and values: auto (that of the model), or 8 bits: int8, fp8.")
+]
 _DEFAULT = EngineConfig()
 
 
@@ -85,6 +88,13 @@ def generate(
     weights: Annotated[
         str, typer.Option(help="auto, or int8 for matrices in 8 bits.")
     ] = _DEFAULT.weights,
+    kv_dtype: KvDtype = _DEFAULT.kv_dtype,
+    kv_cache_bytes: Annotated[
+        int | None, typer.Option(help="Most bytes of what sequences keep on the device.")
+    ] = None,
+    memory_fraction: Annotated[
+        float, typer.Option(help="Share of the device's memory that may be used.")
+    ] = _DEFAULT.memory_fraction,
     attention: Annotated[str | None, typer.Option(help="Backend, see `da-jax env`.")] = None,
     tensor_parallel: Annotated[
         int, typer.Option(help="Devices that share the model.")
@@ -109,7 +119,8 @@ def generate(
             ),
             engine=dict(
                 max_model_len=max_model_len, page_size=page_size, prefill_chunk=prefill_chunk,
-                dtype=dtype, weights=weights, attention=attention, max_num_seqs=1,
+                dtype=dtype, weights=weights, kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes,
+                memory_fraction=memory_fraction, attention=attention, max_num_seqs=1,
                 tensor_parallel=tensor_parallel,
             ),
         )
@@ -173,6 +184,7 @@ def info(
     weights: Annotated[
         str | None, typer.Option(help="bf16 or int8; by default they have --dtype.")
     ] = None,
+    kv_dtype: KvDtype = _DEFAULT.kv_dtype,
     page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = _DEFAULT.page_size,
     prefill_chunk: Annotated[
         int, typer.Option(help="Tokens of a prefill step.")
@@ -187,7 +199,7 @@ def info(
 
     command.run(
         model, json_, batch=batch, context=context, dtype=dtype, weights=weights,
-        page_size=page_size, prefill_chunk=prefill_chunk, mesh=mesh,
+        kv_dtype=kv_dtype, page_size=page_size, prefill_chunk=prefill_chunk, mesh=mesh,
     )  # fmt: skip
 
 
@@ -249,6 +261,7 @@ def aot(
     tensor_parallel: Annotated[
         int, typer.Option(help="With --model: devices that share it, 8 TPUs or 4 GPUs at most.")
     ] = 1,
+    kv_dtype: KvDtype = _DEFAULT.kv_dtype,
     json_: Json = False,
 ) -> None:
     """Compile for TPUs and GPUs that are not there: the attention kernels, or a whole model."""
@@ -258,7 +271,7 @@ def aot(
         command.run(target, backend, full, json_)
     else:
         command.run_model(
-            model, target, batch=batch, context=context, weights=weights,
+            model, target, batch=batch, context=context, weights=weights, kv_dtype=kv_dtype,
             tensor_parallel=tensor_parallel, as_json=json_,
         )  # fmt: skip
 
@@ -287,6 +300,34 @@ def decode(
     from da_jax.cli import bench as command
 
     command.decode(model, batch or [1, 8], prompt_tokens, new_tokens, dtype, transformers, json_)
+
+
+@bench.command()
+def kv(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Folder, hub id, or 'tiny' (the default); may be repeated."),
+    ] = None,
+    kv_dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="auto, int8, fp8; all by default. The first one is the baseline."),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text file; by default what `pydoc` tells of Python.")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="Pieces of the text, or questions of 'tiny'.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a piece before the scored.")] = 1024,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of a piece that are scored.")] = 512,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    json_: Json = False,
+) -> None:
+    """What keys and values in 8 bits cost: negative log-likelihood of text, nats a token."""
+    from da_jax.cli import bench_kv as command
+
+    command.run(
+        model or ["tiny"], kv_dtype, text, windows=windows, prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens, dtype=dtype, as_json=json_,
+    )  # fmt: skip
 
 
 def main() -> None:

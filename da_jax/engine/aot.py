@@ -28,11 +28,11 @@ from da_jax.cache import pools
 from da_jax.cache import sharding as cache_sharding
 from da_jax.checkpoints import known
 from da_jax.checkpoints.parameters import flat_parameters
-from da_jax.engine import engine, packing, runner
+from da_jax.engine import engine, memory, packing, runner
 from da_jax.engine.config import EngineConfig
 from da_jax.kernels import chips
 from da_jax.kernels.aot import machines
-from da_jax.models import host_table, parallel, registry, sharding, sizes
+from da_jax.models import dtypes, host_table, parallel, registry, sharding, sizes
 from da_jax.models.config import ModelConfig
 from da_jax.models.decoder import Decoder
 
@@ -52,6 +52,7 @@ class Plan:
       context: longest sequence, in tokens.
       int8: weights in 8 bits.
       devices: how many share the model.
+      kv_dtype: of keys and values, see `EngineConfig`.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Plan:
     context: int = 32_768
     int8: bool = False
     devices: int = 1
+    kv_dtype: str = "auto"
 
     def config(self) -> ModelConfig:
         """The model's configuration."""
@@ -67,18 +69,28 @@ class Plan:
     def settings(self) -> EngineConfig:
         """Settings of the engine."""
         return EngineConfig(
-            max_num_seqs=self.batch, max_model_len=self.context, tensor_parallel=self.devices
-        )
+            max_num_seqs=self.batch, max_model_len=self.context, tensor_parallel=self.devices,
+            kv_dtype=self.kv_dtype,
+        )  # fmt: skip
+
+    def abstract(self, target: chips.Target) -> Decoder:
+        """The model without its weights, in the dtype that the engine would choose."""
+        config = self.config()
+        dtype = jnp.dtype(dtypes.automatic(config.family, target))
+        return registry.abstract(config, dtype=dtype, quantized=self.int8)
 
 
 def rows(plan: Plan, targets: Sequence[str]) -> list[Row]:
     """Compiles prefill, decode and the copy of a slot for each target, one after the other.
 
+    The caches are what the engine would plan there: see `memory`.
+
     Returns:
       Rows `target, program, ok, error, seconds`, and for what was compiled `argument_bytes` and
-      `temp_bytes` on the device, `host_bytes`, `cache_bytes` (among the arguments) and
-      `memory_bytes`, the memory of the device. A program is not ok if it copies the caches or does
-      not fit.
+      `temp_bytes` on the device, `workspace_bytes` that the plan keeps for the latter,
+      `host_bytes`, `cache_bytes` (among the arguments), `page_tokens` that the caches hold, and
+      `memory_bytes`, the memory of the device. A program is not ok if it copies the caches, needs
+      more than the plan keeps, or does not fit.
 
     Raises:
       ValueError: an unknown model or target.
@@ -94,6 +106,7 @@ def _machine(plan: Plan, machine: machines.Machine) -> list[Row]:
     command = [
         sys.executable, "-P", "-m", "da_jax.engine.aot", plan.model, machine.name,
         f"--batch={plan.batch}", f"--context={plan.context}", f"--devices={plan.devices}",
+        f"--kv-dtype={plan.kv_dtype}",
         *["--int8"] * plan.int8,
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="da-jax-aot-") as scratch:
@@ -113,12 +126,13 @@ def _machine(plan: Plan, machine: machines.Machine) -> list[Row]:
     return found
 
 
-def programs(plan: Plan, devices: Sequence[jax.Device]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def programs(
+    plan: Plan, devices: Sequence[jax.Device], cache: pools.CachePlan
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(name, function that compiles it) of each program; nothing is computed or allocated."""
     config, device = plan.config(), devices[0]
-    settings = plan.settings()
-    model = registry.abstract(config, dtype=jnp.dtype(jnp.bfloat16), quantized=plan.int8)
-    cache = _cache_plan(config, settings)
+    target = chips.describe(device.platform, device.device_kind)
+    settings, model = plan.settings(), plan.abstract(target)
     forms = engine.shapes(settings, plan.context, _STOP_IDS)
     vocabulary = config.vocab_size
     mesh = Mesh(np.array(devices[: plan.devices]), (parallel.AXIS,))
@@ -175,12 +189,33 @@ def on_host(plan: Plan, device: jax.Device) -> bool:
     )
 
 
-def _cache_plan(config: ModelConfig, settings: EngineConfig) -> pools.CachePlan:
-    assert settings.max_model_len is not None
-    return pools.plan(
-        config, page_size=settings.page_size, max_tokens=settings.max_model_len,
-        sequences=settings.max_num_seqs, longest_step=settings.prefill_chunk,
-        dtype=jnp.bfloat16, budget_bytes=2**60, devices=settings.tensor_parallel,
+def memory_plan(plan: Plan, device: jax.Device) -> tuple[memory.MemoryPlan, pools.CachePlan]:
+    """What the engine would plan on a device that is not there.
+
+    Raises:
+      ValueError: the model does not fit there, or keys and values cannot have that dtype.
+    """
+    target = chips.describe(device.platform, device.device_kind)
+    assert target.chip is not None
+    config, settings = plan.config(), plan.settings()
+    forms = engine.shapes(settings, plan.context, _STOP_IDS)
+    dtype = plan.abstract(target).dtype.name
+    kv_dtype = dtypes.resolve_kv(plan.kv_dtype, dtype, target)
+    use = sizes.Use(
+        dtype=dtype, int8=plan.int8, devices=plan.devices, per_layer_on_host=on_host(plan, device)
+    )
+    part = sharding.part(config, plan.devices)
+    room = memory.Room(
+        device=target.kind,
+        memory=target.chip.memory,
+        fraction=settings.memory_fraction,
+        weights=sizes.memory(config, use).weights,
+        others=0,
+        workspace=memory.workspace(config, dtype, forms, plan.devices),
+        copies=memory.copied_share(part, settings.page_size, kv_dtype, target.platform),
+    )
+    return memory.plan_for(
+        config, settings, room, forms, plan.context, dtype=dtype, kv_dtype=kv_dtype
     )  # fmt: skip
 
 
@@ -188,37 +223,44 @@ def child(plan: Plan, target: str) -> None:
     """Compiles every program for a target and prints a line for each."""
     (machine,) = machines.named([target])
     devices = machines.devices(machine, max(4, plan.devices))
-    cache = _cache_plan(plan.config(), plan.settings())
-    for name, compile_ in programs(plan, devices):
+    planned, cache = memory_plan(plan, devices[0])
+    for name, compile_ in programs(plan, devices, cache):
         began = time.monotonic()
         row: Row = {"target": machine.name, "program": name, "ok": False}
         try:
-            memory = compile_().memory_analysis()
+            analysis = compile_().memory_analysis()
         except Exception as error:  # noqa: BLE001  whatever a compiler throws is the result
             row["error"] = f"{type(error).__name__}: {error}"[:2000]
         else:
-            row |= _judged(memory, cache, machine.chip.memory)
+            row |= _judged(analysis, planned, machine.chip.memory)
         row["seconds"] = round(time.monotonic() - began, 1)
         print(f"\n{_MARK}{json.dumps(row)}", flush=True)
 
 
-def _judged(memory: Any, cache: pools.CachePlan, capacity: int) -> Row:
-    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    faults = []
-    if memory.alias_size_in_bytes < cache.bytes:
+def _judged(analysis: Any, planned: memory.MemoryPlan, capacity: int) -> Row:
+    needed = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    kept, faults = planned.workspace, []
+    if analysis.alias_size_in_bytes < planned.caches:
         faults.append(
-            f"only {memory.alias_size_in_bytes / 1e9:.2f} GB of {cache.bytes / 1e9:.2f} GB of "
+            f"only {analysis.alias_size_in_bytes / 1e9:.2f} GB of {planned.caches / 1e9:.2f} GB of "
             "caches are updated in place"
+        )
+    if analysis.temp_size_in_bytes > kept:
+        faults.append(
+            f"needs {analysis.temp_size_in_bytes / 1e9:.2f} GB while it runs, the memory plan "
+            f"keeps {kept / 1e9:.2f}"
         )
     if needed > capacity:
         faults.append(f"needs {needed / 2**30:.1f} GiB of {capacity / 2**30:.1f}")
     return {
         "ok": not faults,
         "error": "; ".join(faults),
-        "argument_bytes": memory.argument_size_in_bytes,
-        "temp_bytes": memory.temp_size_in_bytes,
-        "host_bytes": memory.host_argument_size_in_bytes,
-        "cache_bytes": cache.bytes,
+        "argument_bytes": analysis.argument_size_in_bytes,
+        "temp_bytes": analysis.temp_size_in_bytes,
+        "workspace_bytes": kept,
+        "host_bytes": analysis.host_argument_size_in_bytes,
+        "cache_bytes": planned.caches,
+        "page_tokens": planned.page_tokens,
         "memory_bytes": capacity,
     }
 
@@ -232,8 +274,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--int8", action="store_true")
     parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--kv-dtype", required=True)
     given = parser.parse_args(arguments)
-    plan = Plan(given.model, given.batch, given.context, given.int8, given.devices)
+    plan = Plan(given.model, given.batch, given.context, given.int8, given.devices, given.kv_dtype)
     child(plan, given.target)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from da_jax.models.dtypes import DTYPES
+from da_jax.models.dtypes import DTYPES, KV_DTYPES
+from da_jax.models.sizes import USABLE_SHARE
 
 MAX_PAGE_SIZE = 32_767  # the block mask packs two slot numbers in an int32
 MAX_STOP_IDS = 8  # of a request, besides the checkpoint's own: the width of a device array
@@ -28,7 +29,8 @@ class EngineConfig:
         declares, 32,768 at most.
       max_num_seqs: most sequences that decode at once.
       kv_cache_bytes: upper limit, in bytes, of what sequences keep on the device: sliding windows
-        and recurrent states of `max_num_seqs` sequences, and pages of keys and values.
+        and recurrent states of `max_num_seqs` sequences, and pages of keys and values. None is what
+        the device has left, on a CPU 4 GiB at most; see `da_jax.engine.memory`.
       prefill_chunk: tokens of a prefill step.
       burst: most decode steps between two looks of the host. A sequence whose mode may have changed
         pauses earlier, so the value never changes a result.
@@ -44,6 +46,10 @@ class EngineConfig:
         widths; see `da_jax.models.sharding`.
       data_parallel: replicas of the model, each on devices of its own and with its own share of
         the requests; `max_num_seqs`, `kv_cache_bytes` and `max_waiting` are those of one.
+      memory_fraction: share of the device's memory that weights, programs and caches may take
+        together.
+      kv_dtype: `int8` or `fp8` keep keys and values in 8 bits with a scale for each token and head;
+        `auto` keeps them in `dtype`.
     """
 
     dtype: str = "auto"
@@ -52,7 +58,7 @@ class EngineConfig:
     page_size: int = 64
     max_model_len: int | None = None
     max_num_seqs: int = 8
-    kv_cache_bytes: int = 4 * 2**30
+    kv_cache_bytes: int | None = None
     prefill_chunk: int = 512
     burst: int = 16
     attention: str | None = None
@@ -62,12 +68,15 @@ class EngineConfig:
     prefix_snapshots: int = 2
     tensor_parallel: int = 1
     data_parallel: int = 1
+    memory_fraction: float = USABLE_SHARE
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         choices = {
             "dtype": DTYPES,
             "weights": ("auto", "int8"),
             "per_layer_embeddings": ("auto", "device", "host"),
+            "kv_dtype": KV_DTYPES,
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -79,8 +88,13 @@ class EngineConfig:
              "step_tokens", "max_waiting", "tensor_parallel", "data_parallel"), 1
         ) | {"prefix_snapshots": 0}  # fmt: skip
         for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {smallest}")
+            value = getattr(self, name)
+            if value is not None and value < smallest:
+                raise ValueError(f"{name} is {value}; it must be at least {smallest}")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(
+                f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1"
+            )
         if self.page_size > MAX_PAGE_SIZE:
             raise ValueError(f"page_size is {self.page_size}; it must be at most {MAX_PAGE_SIZE}")
         if self.max_model_len is not None and self.max_model_len < 2:

@@ -20,6 +20,7 @@ import numpy as np
 from da_jax.cache import pools
 from da_jax.cache.pages import PagePool
 from da_jax.cache.prefix import PrefixCache
+from da_jax.engine import memory
 from da_jax.engine.batch import allowed_of, fill_decode, fill_rows
 from da_jax.engine.config import MAX_STOP_IDS, EngineConfig
 from da_jax.engine.detokenize import TokenTable
@@ -54,7 +55,7 @@ class Engine(Loop):
       clock: seconds that never go back.
 
     Raises:
-      ValueError: a setting that cannot work with this model.
+      ValueError: a setting that cannot work with this model, or a device that cannot hold it.
       BackendError: the attention backend cannot run here, or not this model.
     """
 
@@ -79,13 +80,7 @@ class Engine(Loop):
             )
         self._stop_ids, self._vocabulary = stop_ids, model.config.vocab_size
         self.shapes = shapes(config, self.max_len, len(stop_ids))
-        slots, snapshots = config.max_num_seqs, _snapshots(config, model.config)
-        plan = pools.plan(
-            model.config, page_size=config.page_size, max_tokens=self.max_len,
-            sequences=slots + snapshots, longest_step=max(self.shapes.chunks),
-            dtype=model.dtype, budget_bytes=config.kv_cache_bytes,
-            devices=config.tensor_parallel,
-        )  # fmt: skip
+        self.memory, plan = memory.plan(model, config, self.shapes, self.max_len)
         for problem in attention_problems(model.config, self.shapes, plan, model.dtype.name):
             choose(config.attention, problem)  # refused here, before anything is compiled
         self._costs = _fit(token_costs(table), self._vocabulary)
@@ -95,10 +90,10 @@ class Engine(Loop):
         )
         self._valid = packed(np.flatnonzero(table.known[: self._vocabulary]), self.runner.words)
         self._guided: Guides | None = None  # made when it is first asked for
-        copies = range(slots, slots + snapshots) if plan.rings or plan.states else None
+        copies = range(plan.sequences, plan.num_slots) if plan.rings or plan.states else None
         prefix = PrefixCache(PagePool(plan.num_pages), _root(model, plan), copies)
         self.scheduler = Scheduler(
-            prefix, max_num_seqs=slots, page_size=config.page_size,
+            prefix, max_num_seqs=plan.sequences, page_size=config.page_size,
             max_waiting=config.max_waiting, margin=config.burst,
             find_prefixes=config.prefix_cache,
         )  # fmt: skip
@@ -410,15 +405,9 @@ class _Flight:
     burst: bool
 
 
-def _snapshots(config: EngineConfig, model: ModelConfig) -> int:
-    """Slots for copies of rings and states."""
-    needs = model.layers_of("sliding") or model.layers_of("recurrent")
-    return config.prefix_snapshots if needs and config.prefix_cache else 0
-
-
 def _root(model: Decoder, plan: pools.CachePlan) -> bytes:
     """What stands for the model in the names of pages: all that shapes what they hold."""
-    return repr((model.config, plan.dtype, model.dtype.name, sorted(plan.pages))).encode()
+    return repr((model.config, plan.dtype, plan.kv_dtype, sorted(plan.pages))).encode()
 
 
 def shapes(config: EngineConfig, max_len: int, stop_ids: int) -> Shapes:

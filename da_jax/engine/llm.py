@@ -20,9 +20,10 @@ from da_jax.engine.config import EngineConfig
 from da_jax.engine.conversation import Conversation
 from da_jax.engine.detokenize import TokenTable
 from da_jax.engine.engine import Engine, RequestError
+from da_jax.engine.memory import MemoryPlan, device_memory
 from da_jax.engine.replicas import Replicas
 from da_jax.engine.request import Done, Event, Request, Response, SamplingParams
-from da_jax.kernels.chips import chip_of, current_target
+from da_jax.kernels.chips import current_target
 from da_jax.kernels.paged_attention import choose
 from da_jax.models import dtypes, hf_config, host_table, parallel, sharding, sizes
 from da_jax.models.config import ModelConfig
@@ -123,7 +124,9 @@ class LLM:
         """
         config = dataclasses.replace(config or EngineConfig(), **options)
         compilations.keep()
-        choose(config.attention)  # refuses one that cannot run here before anything is loaded
+        # What cannot run here is refused before anything is loaded.
+        choose(config.attention)
+        dtypes.resolve_kv(config.kv_dtype, "", current_target())
         progress("loading", 0, 1)
         folder = convert.resolve(path_or_id, revision=revision)
         models = [load_model(folder, config, replica) for replica in range(config.data_parallel)]
@@ -140,6 +143,11 @@ class LLM:
             template_kwargs=template_kwargs,
             progress=progress,
         )
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """What is on the device, and how many tokens it holds."""
+        return self.engine.memory
 
     @property
     def compilations_after_warmup(self) -> int:
@@ -402,8 +410,7 @@ def _per_layer_on_host(
         )
     if where != "auto" or device.platform == "cpu":
         return where == "host"
-    chip = chip_of(device.device_kind)
-    memory = (device.memory_stats() or {}).get("bytes_limit") or (chip.memory if chip else None)
+    memory = device_memory(device)
     return memory is not None and sizes.per_layer_on_host(model, use, memory)
 
 

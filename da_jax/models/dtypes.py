@@ -5,6 +5,8 @@ from __future__ import annotations
 from da_jax.kernels.chips import Target
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}
+"""Dtypes of keys and values by their short names; `auto` is that of the activations."""
 _OLD_GPUS = ("volta", "turing")
 _FIRST_CAPABILITY = 8
 _TOO_LARGE_FOR_FLOAT16 = ("gemma3", "gemma4")
@@ -35,6 +37,27 @@ def resolve(name: str, family: str, target: Target) -> str:
     return chosen
 
 
+def resolve_kv(name: str, dtype: str, target: Target) -> str:
+    """The dtype of the pages of keys and values, by its short name.
+
+    Args:
+      name: one of `KV_DTYPES`.
+      dtype: of the activations.
+      target: the device.
+
+    Raises:
+      ValueError: an unknown name, or a dtype that the device has not.
+    """
+    if name not in KV_DTYPES:
+        raise ValueError(f"kv_dtype is {name!r}; it must be one of {', '.join(KV_DTYPES)}")
+    if name == "fp8" and target.platform == "gpu" and _before(target, 8, 9, (*_OLD_GPUS, "ampere")):
+        raise ValueError(
+            f"kv_dtype fp8: {target.kind} has no 8-bit floats (GPUs of compute capability 8.9 or "
+            "newer have); use int8"
+        )
+    return KV_DTYPES[name] or dtype
+
+
 def automatic(family: str, target: Target) -> str:
     """What `auto` means; see `resolve`."""
     if target.platform == "cpu":
@@ -60,7 +83,13 @@ def _has_bfloat16(target: Target) -> bool:
     """Whether a device computes in bfloat16, as all do but older NVIDIA GPUs."""
     if target.platform != "gpu":
         return True
+    return not _before(target, _FIRST_CAPABILITY, 0, _OLD_GPUS)
+
+
+def _before(target: Target, major: int, minor: int, families: tuple[str, ...]) -> bool:
+    """Whether a GPU is of one of the families, or of a lower compute capability."""
     # How `chips.describe` calls an architecture that has no name there.
-    number = target.family.removeprefix("compute capability ").split(".")[0]
-    old = number.isdigit() and int(number) < _FIRST_CAPABILITY
-    return not (old or target.family in _OLD_GPUS)
+    numbers = target.family.removeprefix("compute capability ").split(".")
+    known = len(numbers) == 2 and all(number.isdigit() for number in numbers)
+    old = known and (int(numbers[0]), int(numbers[1])) < (major, minor)
+    return old or target.family in families

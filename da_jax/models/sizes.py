@@ -7,60 +7,22 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import math
 from collections.abc import Iterator
-from typing import Literal
 
 from da_jax.kernels import chips
 from da_jax.models import dtypes, sharding
 from da_jax.models.config import Attention, GatedDelta, Kind, Layer, ModelConfig
+from da_jax.models.tensors import Tensor, tensors
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a number, by dtype of the activations and the KV cache."""
 
-_PACKED_LANES = 128  # a pool row holds key and value of a head of at most 64 in this many numbers
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A parameter of the model.
-
-    Attributes:
-      path: its place in the model.
-      shape: its shape.
-      scales: how many float32 scales come with it as int8, 0 where it stays as it is.
-      read: whether a decode step reads all of it, only the rows of its tokens (`gather`), or the
-        experts that its tokens chose (`routed`).
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    scales: int = 0
-    read: Literal["step", "gather", "routed"] = "step"
-
-    @property
-    def size(self) -> int:
-        """Numbers in it."""
-        return math.prod(self.shape)
-
-
-def tensors(config: ModelConfig) -> Iterator[Tensor]:
-    """Every parameter of the model, scales of quantised ones not counted."""
-    width, rows = config.hidden_size, config.vocab_size
-    yield Tensor(
-        "embedding", (rows, width), rows, read="step" if config.tie_embeddings else "gather"
-    )
-    yield Tensor("norm.scale", (width,))
-    if not config.tie_embeddings:
-        yield _linear("head", width, rows)
-    if inputs := config.per_layer_inputs:
-        numbers = len(config.layers) * inputs.size
-        yield Tensor("per_layer_embedding", (inputs.vocab_size, numbers), read="gather")
-        yield _linear("per_layer_projection", width, numbers)
-        yield Tensor("per_layer_norm.scale", (inputs.size,))
-    for i, layer in enumerate(config.layers):
-        for tensor in _layer(config, layer):
-            yield dataclasses.replace(tensor, path=f"layers.{i}.{tensor.path}")
+_LOGITS = 4  # arrays of logits at once: sampling sorts them with their ids
+_COMPILER = (
+    128 << 20
+)  # bytes of a program whatever the model: kernels' buffers, weights on their way
+_DELTA_CHUNK = 64  # tokens that the delta rule takes at once
+_LANES = 128  # a pool row holds key and value of a head of at most 64, or scales, in as many
 
 
 def parameters(config: ModelConfig) -> int:
@@ -108,7 +70,7 @@ def per_layer_embedding_bytes(config: ModelConfig, itemsize: int) -> int:
 
 
 def kv_bytes_per_token(
-    config: ModelConfig, kind: Kind, *, itemsize: int, read: bool = False
+    config: ModelConfig, kind: Kind, *, itemsize: int, quantized: bool = False, read: bool = False
 ) -> int:
     """Bytes of keys and values of one token in the layers of a kind.
 
@@ -116,11 +78,12 @@ def kv_bytes_per_token(
       config: the model.
       kind: `full` or `sliding`.
       itemsize: bytes of a number.
+      quantized: 8 bits a number instead, and a float32 scale for each key and value of a head.
       read: count every layer that reads them, so those of a donor more than once, instead of the
         layers that store them.
     """
     return sum(
-        2 * mixer.num_kv_heads * mixer.head_dim * itemsize
+        _kv_bytes(mixer, itemsize, quantized)
         for mixer in _attentions(config, kind)
         if read or mixer.donor is None
     )
@@ -178,18 +141,28 @@ class Traffic:
 
 
 def traffic(
-    config: ModelConfig, *, batch: int, context: int, itemsize: int, int8: bool = False
+    config: ModelConfig,
+    *,
+    batch: int,
+    context: int,
+    itemsize: int,
+    int8: bool = False,
+    kv_quantized: bool = False,
 ) -> Traffic:
-    """What a decode step of `batch` sequences of `context` tokens each moves."""
+    """What a decode step of `batch` sequences of `context` tokens each moves.
+
+    `int8` is about the weights, `kv_quantized` about keys and values.
+    """
+    full = kv_bytes_per_token(config, "full", itemsize=itemsize, quantized=kv_quantized, read=True)
     weights = sum(
         _bytes(tensor, itemsize, int8) * share for tensor, share in _shares(config, batch)
     )
     return Traffic(
         weights=weights,
-        full=batch * context * kv_bytes_per_token(config, "full", itemsize=itemsize, read=True),
+        full=batch * context * full,
         sliding=batch
         * sum(
-            min(context, mixer.window or 0) * 2 * mixer.num_kv_heads * mixer.head_dim * itemsize
+            min(context, mixer.window or 0) * _kv_bytes(mixer, itemsize, kv_quantized)
             for mixer in _attentions(config, "sliding")
         ),
         states=2 * batch * state_bytes_per_sequence(config, itemsize=itemsize),
@@ -205,6 +178,7 @@ class Use:
       context: tokens of each, prompt and response.
       dtype: of activations, KV cache and, unless `int8`, weights.
       int8: whether weights are int8 with scales.
+      kv_dtype: of keys and values, see `dtypes.KV_DTYPES`.
       page_size: tokens of a KV page.
       prefill_chunk: tokens of a prefill step.
       per_layer_on_host: whether Gemma 4's per-layer embeddings are kept off the device.
@@ -215,6 +189,7 @@ class Use:
     context: int = 32_768
     dtype: str = "bfloat16"
     int8: bool = False
+    kv_dtype: str = "auto"
     page_size: int = 64
     prefill_chunk: int = 512
     per_layer_on_host: bool = False
@@ -226,6 +201,15 @@ class Use:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(ITEMSIZE)}")
+        if self.kv_dtype not in dtypes.KV_DTYPES:
+            raise ValueError(
+                f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(dtypes.KV_DTYPES)}"
+            )
+
+    @property
+    def kv_quantized(self) -> bool:
+        """Whether keys and values have 8 bits and a scale."""
+        return dtypes.KV_DTYPES[self.kv_dtype] is not None
 
     @property
     def itemsize(self) -> int:
@@ -270,7 +254,7 @@ def memory(config: ModelConfig, use: Use) -> Memory:
         pages=pages,
         rings=rings,
         states=use.batch * state_bytes_per_sequence(config, itemsize=use.itemsize),
-        workspace=_workspace(config, use),
+        workspace=workspace_bytes(config, use),
     )
 
 
@@ -339,6 +323,11 @@ def _fit(config: ModelConfig, use: Use, chip: chips.Chip) -> Fit:
         narrow = dtypes.problem("float16", config.family, target) if best == "float32" else None
         notes += filter(None, (reason, narrow))
         use = dataclasses.replace(use, dtype=best)
+    try:
+        dtypes.resolve_kv(use.kv_dtype, use.dtype, target)
+    except ValueError as error:
+        notes.append(str(error))
+        use = dataclasses.replace(use, kv_dtype="int8")  # which takes as much
     if per_layer_on_host(config, use, capacity):
         use = dataclasses.replace(use, per_layer_on_host=True)
         notes.append("per-layer embeddings stay on the host")
@@ -377,91 +366,23 @@ def _bytes(tensor: Tensor, itemsize: int, int8: bool) -> int:
     return tensor.size + 4 * tensor.scales if int8 and tensor.scales else tensor.size * itemsize
 
 
-def _linear(name: str, inputs: int, outputs: int) -> Tensor:
-    return Tensor(f"{name}.kernel", (inputs, outputs), outputs)
+def _kv_bytes(mixer: Attention, itemsize: int, quantized: bool) -> int:
+    """Bytes of key and value of one token, without what a pool pads."""
+    head = mixer.head_dim + 4 if quantized else mixer.head_dim * itemsize
+    return 2 * mixer.num_kv_heads * head
 
 
-def _norm(name: str, width: int) -> Tensor:
-    return Tensor(f"{name}.scale", (width,))
+def _page_bytes(mixer: Attention, use: Use) -> int:
+    """Bytes of a page: small heads share padded rows with their values, rows of scales are padded.
 
-
-def _layer(config: ModelConfig, layer: Layer) -> Iterator[Tensor]:
-    """The parameters of a layer, with paths inside it."""
-    width, gemma = config.hidden_size, config.family in ("gemma3", "gemma4")
-    norms = ["input_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm"]
-    for name in norms if gemma else ["input_norm", "post_norm"]:
-        yield _norm(name, width)
-    if isinstance(layer.mixer, GatedDelta):
-        yield from _delta(width, layer.mixer)
-    else:
-        yield from _attention(width, layer.mixer, qk_norm=config.family != "llama")
-    if layer.mlp:
-        yield from _mlp("mlp", width, layer.mlp)
-    if layer.experts:
-        yield from _experts(config, layer)
-    if config.family == "gemma4":
-        yield Tensor("scalar", (1,))
-    if inputs := config.per_layer_inputs:
-        yield _linear("per_layer_gate", width, inputs.size)
-        yield _linear("per_layer_out", inputs.size, width)
-        yield _norm("per_layer_norm", width)
-
-
-def _attention(width: int, mixer: Attention, *, qk_norm: bool) -> Iterator[Tensor]:
-    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    yield _linear("attention.q", width, queries * (2 if mixer.output_gate else 1))
-    yield _linear("attention.o", queries, width)
-    if qk_norm:
-        yield _norm("attention.q_norm", mixer.head_dim)
-    if mixer.donor is not None:
-        return
-    yield _linear("attention.k", width, keys)
-    if not mixer.k_eq_v:
-        yield _linear("attention.v", width, keys)
-    if qk_norm:
-        yield _norm("attention.k_norm", mixer.head_dim)
-
-
-def _delta(width: int, mixer: GatedDelta) -> Iterator[Tensor]:
-    values = mixer.value_heads * mixer.value_dim
-    yield _linear("delta.qkv_by_head", width, mixer.channels)
-    yield _linear("delta.z", width, values)
-    yield _linear("delta.out", values, width)
-    for name in ("delta.b", "delta.a"):
-        yield Tensor(f"{name}.kernel", (width, mixer.value_heads))
-    yield Tensor("delta.conv", (mixer.channels, 1, mixer.conv_width))
-    yield Tensor("delta.a_log", (mixer.value_heads,))
-    yield Tensor("delta.dt_bias", (mixer.value_heads,))
-    yield _norm("delta.norm", mixer.value_dim)
-
-
-def _mlp(name: str, width: int, hidden: int) -> Iterator[Tensor]:
-    yield _linear(f"{name}.gate", width, hidden)
-    yield _linear(f"{name}.up", width, hidden)
-    yield _linear(f"{name}.down", hidden, width)
-
-
-def _experts(config: ModelConfig, layer: Layer) -> Iterator[Tensor]:
-    width, experts = config.hidden_size, layer.experts
-    assert experts is not None
-    count, hidden = experts.count, experts.hidden
-    yield Tensor("moe.router.kernel", (width, count))
-    yield Tensor("moe.gate", (count, width, hidden), count * hidden, "routed")
-    yield Tensor("moe.up", (count, width, hidden), count * hidden, "routed")
-    yield Tensor("moe.down", (count, hidden, width), count * width, "routed")
-    if experts.shared:
-        yield from _mlp("moe.shared", width, experts.shared)
-        yield Tensor("moe.shared_gate.kernel", (width, 1))
-    if config.family == "gemma4":
-        yield Tensor("moe.router_scale", (width,))
-        yield Tensor("moe.expert_scale", (count,))
-        for name in ("post_dense_norm", "pre_moe_norm", "post_moe_norm"):
-            yield _norm(name, width)
-
-
-def _pool_numbers(mixer: Attention) -> int:
-    """Numbers that the pool keeps of a token: small heads share padded rows with their values."""
-    return mixer.num_kv_heads * max(2 * mixer.head_dim, _PACKED_LANES)
+    The same as `Layout.page_bytes` of the pool, which needs JAX.
+    """
+    heads = mixer.num_kv_heads
+    numbers = use.page_size * heads * max(2 * mixer.head_dim, _LANES)
+    if not use.kv_quantized:
+        return numbers * use.itemsize
+    padded = min(1 << (heads - 1).bit_length(), -(-heads // 8) * 8)
+    return numbers + 4 * 2 * padded * -(-use.page_size // _LANES) * _LANES
 
 
 def _cache_bytes(config: ModelConfig, use: Use) -> tuple[int, int]:
@@ -476,29 +397,44 @@ def _cache_bytes(config: ModelConfig, use: Use) -> tuple[int, int]:
         if isinstance(mixer, GatedDelta) or mixer.donor is not None:
             continue
         if mixer.window is None:
-            pages += context * _pool_numbers(mixer)
+            pages += context * _page_bytes(mixer, use)
         else:
             blocks = (mixer.window + use.prefill_chunk - 2) // use.page_size + 2
-            rings += min(blocks, context) * _pool_numbers(mixer)
-    page = use.batch * use.page_size * use.itemsize
-    return pages * page, rings * page
+            rings += min(blocks, context) * _page_bytes(mixer, use)
+    return use.batch * pages, use.batch * rings
 
 
-def _workspace(config: ModelConfig, use: Use) -> int:
-    """Bytes of the activations alive at once in the widest layer, and of the logits."""
-    width = 0
-    for layer in config.layers:
-        mixer, experts = layer.mixer, layer.experts
-        if isinstance(mixer, GatedDelta):
-            mixing = 6 * mixer.channels  # float32 inside, besides the inputs
-        else:
-            mixing = (4 if mixer.output_gate else 3) * mixer.num_heads * mixer.head_dim
-        feeding = 3 * layer.mlp
-        if experts:
-            feeding += 3 * (experts.top_k * (experts.hidden + config.hidden_size) + experts.shared)
-        width = max(width, mixing, feeding)
-    tokens = max(use.prefill_chunk, use.batch)
+def workspace_bytes(config: ModelConfig, use: Use) -> int:
+    """Bytes that prefill and decode need besides weights and caches: an estimate from above.
+
+    The activations alive at once in the widest layer; the logits and what sampling sorts of them;
+    the recurrent states of a batch, which a burst carries; one matrix of a layer in another layout
+    or dtype; and what compilers take whatever the model is. `da-jax bench aot --model` compares it
+    with compiled programs.
+    """
+    width = max(_layer_width(config, layer) for layer in config.layers)
     if config.per_layer_inputs:
         width += 3 * len(config.layers) * config.per_layer_inputs.size
-    logits = 2 * 4 * use.batch * config.vocab_size
-    return tokens * (width + 4 * config.hidden_size) * use.itemsize + logits
+    activations = max(use.prefill_chunk, use.batch) * (width + 4 * config.hidden_size)
+    inside = [t for t in tensors(config) if t.path.startswith("layers.") and t.read == "step"]
+    states = use.batch * state_bytes_per_sequence(config, itemsize=use.itemsize)
+    return (
+        use.itemsize * (2 * activations + 2 * max(t.size for t in inside))
+        + _LOGITS * 4 * use.batch * config.vocab_size
+        + 2 * states
+        + _COMPILER
+    )
+
+
+def _layer_width(config: ModelConfig, layer: Layer) -> int:
+    """Numbers a token that a layer has at once."""
+    mixer, experts = layer.mixer, layer.experts
+    if isinstance(mixer, GatedDelta):
+        # float32 inside: three times the heads, and per head the rows of a chunk by each other.
+        mixing = 2 * (6 * mixer.channels + 6 * _DELTA_CHUNK * mixer.value_heads)
+    else:
+        mixing = (4 if mixer.output_gate else 3) * mixer.num_heads * mixer.head_dim
+    feeding = 3 * layer.mlp
+    if experts:
+        feeding += 3 * (experts.top_k * (experts.hidden + config.hidden_size) + experts.shared)
+    return max(mixing, feeding)

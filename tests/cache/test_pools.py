@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -25,13 +27,16 @@ def test_the_pool_holds_every_sequence_at_its_longest():
 
 def test_a_budget_limits_the_pool_and_too_small_a_one_is_refused():
     assert plan(budget_bytes=10 * PAGE_BYTES + 1).num_pages == 10
-    with pytest.raises(ValueError, match="lower max_model_len or raise kv_cache_bytes"):
+    with pytest.raises(
+        pools.PlanError, match=r"one sequence of 100 tokens .*; max_model_len=96 fits"
+    ):
         plan(budget_bytes=6 * PAGE_BYTES)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("case", ["qwen3", "gemma4_31b", "gemma4_e2b", "qwen3_5"])
-def test_caches_are_zeroed_buffers_of_the_planned_size(case):
-    planned = plan(case)
+def test_caches_are_zeroed_buffers_of_the_planned_size(case, kv_dtype):
+    planned = plan(case, kv_dtype=kv_dtype, snapshots=1)
     caches = pools.allocate(planned)
     assert sum(x.nbytes for x in jax.tree.leaves(caches)) == planned.bytes
     assert not any(x.any() for x in jax.tree.leaves(caches))
@@ -72,13 +77,30 @@ def test_pages_take_what_rings_and_states_of_all_sequences_leave(case):
     kept, page = large.ring_bytes + large.state_bytes, large.page_bytes // large.num_pages
     small = plan(case, budget_bytes=kept + 8 * page)
     assert (small.num_pages, small.bytes) == (8, kept + 8 * page)
-    for budget in (kept + 7 * page - 1, kept - 1, 1):
-        with pytest.raises(ValueError, match=r"3 sequences at once keep .* lower max_num_seqs"):
-            plan(case, budget_bytes=budget)
+    with pytest.raises(ValueError, match=r"3 sequences at once keep .*; max_num_seqs=2 fits$"):
+        plan(case, budget_bytes=kept + 7 * page - 1)
+    with pytest.raises(ValueError, match=r"3 sequences at once keep .*; max_\w+=\d+ fits"):
+        plan(case, budget_bytes=kept - 1)
+    with pytest.raises(ValueError, match="not even a page fits"):
+        plan(case, budget_bytes=1)
+
+
+@pytest.mark.parametrize("case", ["gemma3_text", "qwen3_5"])
+def test_snapshots_are_slots_of_their_own(case):
+    with_copies, without = plan(case, sequences=3, snapshots=2), plan(case, sequences=5)
+    assert dataclasses.replace(with_copies, snapshots=0) == without
+    assert (with_copies.num_slots, with_copies.sequences) == (5, 3)
+    assert with_copies.snapshot_bytes == (without.ring_bytes + without.state_bytes) // 5 * 2
+    kept = with_copies.bytes - with_copies.page_bytes
+    one = 7 * with_copies.page_bytes // with_copies.num_pages
+    with pytest.raises(
+        ValueError, match=r"3 sequences at once and 2 snapshots keep .*; prefix_snapshots=1 fits"
+    ):
+        plan(case, sequences=3, snapshots=2, budget_bytes=kept + one - 1)
 
 
 def test_a_pool_of_8_bits_holds_scales_and_more_tokens():
-    pool = plan(dtype=jnp.int8, budget_bytes=11 * PAGE_BYTES)
+    pool = plan(kv_dtype="int8", budget_bytes=11 * PAGE_BYTES)
     assert pool.num_pages == 21 and pool.bytes == 21 * 3 * 2 * (16 * 128 + 2 * 4 * 128)
     assert sum(x.nbytes for x in jax.tree.leaves(pools.allocate(pool))) == pool.bytes
 

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from da_jax.cli import main as cli
@@ -155,3 +156,48 @@ def test_bench_scanner_and_decode_print_rows(da_jax):
                           "--new-tokens", "4", "--json")  # fmt: skip
     (row,) = json.loads(out)
     assert code == 0 and row["batch"] == 2 and row["decode_tokens_per_s"] > 0
+
+
+def test_bench_kv_scores_the_questions_of_the_shipped_checkpoint(da_jax):
+    code, out, _ = da_jax("bench", "kv", "--windows", "2", "--kv-dtype", "auto", "--kv-dtype",
+                          "int8", "--json")  # fmt: skip
+    exact, int8 = json.loads(out)
+    assert code == 0 and (exact["kv_dtype"], int8["kv_dtype"]) == ("float32", "int8")
+    assert exact["delta"] == 0 and exact["tokens"] == int8["tokens"] > 20
+    assert 0 < exact["nll"] < 0.1 and abs(int8["nll"] - exact["nll"] - int8["delta"]) < 2e-5
+    assert int8["kv_bytes_per_token"] < exact["kv_bytes_per_token"] / 3
+
+
+def test_bench_kv_scores_a_text_as_one_dense_pass_does(da_jax, tiny_folder, tmp_path):
+    from support.dense import dense_logits
+    from transformers import AutoTokenizer
+
+    from da_jax.checkpoints import hf
+
+    text = "some text of bytes, which are tokens here. " * 20
+    (tmp_path / "text.txt").write_text(text)
+    options = ("--model", str(tiny_folder), "--text", str(tmp_path / "text.txt"), "--kv-dtype",
+               "auto", "--prompt-tokens", "30", "--new-tokens", "20")  # fmt: skip
+    code, out, _ = da_jax("bench", "kv", *options, "--windows", "2", "--json")
+    (row,) = json.loads(out)
+    ids = np.array(AutoTokenizer.from_pretrained(tiny_folder).encode(text))
+    pieces = np.stack([ids[:50], ids[len(ids) // 2 :][:50]])
+    logits = dense_logits(
+        hf.load(tiny_folder, dtype=np.float32), pieces, np.tril(np.ones((50, 50), bool))
+    )[:, 29:-1].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    scored = np.take_along_axis(logprobs, pieces[:, 30:, None], axis=2)
+    assert code == 0 and row["tokens"] == 40
+    assert row["nll"] == pytest.approx(-scored.mean(), abs=1e-4)
+    code, _, err = da_jax("bench", "kv", *options, "--windows", "30")
+    assert code == 1 and "30 pieces of 50 need 1,500" in err
+
+
+def test_generate_prints_the_memory_plan_on_standard_error(da_jax):
+    code, _, err = da_jax("generate", "--kv-dtype", "int8", "--memory-fraction", "0.5",
+                          "--max-tokens", "2", "--json", *SMALL)  # fmt: skip
+    assert code == 0 and "50% usable; weights" in err
+    assert "caches" in err and "in int8: pages" in err
+    assert "2,048 tokens of context in all: 1 of 1 sequences at 2,048 tokens" in err
+    code, _, err = da_jax("generate", "--kv-cache-bytes", "1000000", *SMALL)
+    assert code == 1 and "max_model_len=" in err and "or raise kv_cache_bytes" in err

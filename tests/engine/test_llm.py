@@ -96,7 +96,9 @@ def test_stop_tokens_come_from_the_generation_config_else_the_tokenizer(tmp_path
         ({"page_size": 0}, "page_size is 0"),
         ({"page_size": 40_000}, "page_size is 40000"),
         ({"max_model_len": 100_000}, "declares 512 positions"),
-        ({"kv_cache_bytes": 1000}, "lower max_model_len"),
+        ({"kv_cache_bytes": 1000}, "or raise kv_cache_bytes"),
+        ({"kv_cache_bytes": 0}, "kv_cache_bytes is 0"),
+        ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
         ({"attention": "cuda"}, "unknown attention backend 'cuda'"),
     ],
 )

@@ -9,7 +9,8 @@ import math
 
 import pytest
 
-from da_jax.models import catalog, hf_config, sizes
+from da_jax.models import catalog, dtypes, hf_config, sizes
+from da_jax.models.tensors import tensors
 
 # full/sliding/recurrent/shared layers, parameters and those read by a step (10^9), window,
 # vocabulary, positions, KV bytes a token: stored full, stored sliding, read full, read sliding;
@@ -201,7 +202,7 @@ def test_every_parameter_is_one_of_the_model(name):
     from da_jax.models import registry
 
     config = config_of(name, SHAPES[name])
-    listed = {tensor.path: tensor for tensor in sizes.tensors(config)}
+    listed = {tensor.path: tensor for tensor in tensors(config)}
     for int8 in (False, True):
         model = registry.abstract(config, dtype=jnp.bfloat16, quantized=int8)
         arrays = {
@@ -243,8 +244,11 @@ def test_int8_takes_about_half_and_leaves_the_caches_alone():
 @pytest.mark.parametrize(
     "name", ["gemma-4-E2B", "gemma-4-31B", "Qwen3.6-27B", "SmolLM2-135M", "tiny"]
 )
-@pytest.mark.parametrize(("dtype", "context"), [("bfloat16", 5000), ("float32", 100)])
-def test_caches_cost_what_the_engine_plans(name, dtype, context):
+@pytest.mark.parametrize(
+    ("dtype", "context", "kv_dtype"),
+    [("bfloat16", 5000, "auto"), ("float32", 100, "auto"), ("bfloat16", 900, "int8")],
+)
+def test_caches_cost_what_the_engine_plans(name, dtype, context, kv_dtype):
     from da_jax.cache import pools
 
     config = config_of("Qwen3-0.6B" if name == "tiny" else name)
@@ -254,13 +258,34 @@ def test_caches_cost_what_the_engine_plans(name, dtype, context):
         config = dataclasses.replace(config, layers=(dataclasses.replace(layer, mixer=mixer),))
     plan = pools.plan(
         config, page_size=16, max_tokens=context, sequences=3, longest_step=256, dtype=dtype,
-        budget_bytes=2**60,
+        kv_dtype=dtypes.KV_DTYPES[kv_dtype], budget_bytes=2**60,
     )  # fmt: skip
-    use = sizes.Use(batch=3, context=context, dtype=dtype, page_size=16, prefill_chunk=256)
+    use = sizes.Use(
+        batch=3, context=context, dtype=dtype, kv_dtype=kv_dtype, page_size=16, prefill_chunk=256
+    )
     need = sizes.memory(config, use)
     assert (need.pages, need.rings, need.states) == (
         plan.page_bytes, plan.ring_bytes, plan.state_bytes,
     )  # fmt: skip
+
+
+def test_keys_and_values_in_8_bits_take_half_and_a_scale_for_each():
+    config = config_of("gemma-3-27b")  # heads of 128
+    plain, small = (
+        sizes.kv_bytes_per_token(config, "full", itemsize=2, quantized=q) for q in (False, True)
+    )
+    assert small / plain == (128 + 4) / 256
+    wide, narrow = (
+        sizes.traffic(config, batch=2, context=9000, itemsize=2, kv_quantized=q)
+        for q in (False, True)
+    )
+    assert narrow.full / wide.full == narrow.sliding / wide.sliding == small / plain
+    assert narrow.weights == wide.weights
+    config = config_of("Qwen3-14B")
+    longer = {fit.chip: fit for fit in sizes.fits(config, sizes.Use(batch=32, kv_dtype="fp8"))}
+    shorter = {fit.chip: fit for fit in sizes.fits(config, sizes.Use(batch=32))}
+    assert longer["H100"].context > 1.7 * shorter["H100"].context > 0
+    assert "A100 has no 8-bit floats" in longer["A100"].note and not longer["H100"].note
 
 
 def test_tables_on_the_host_take_no_device_memory():
@@ -314,6 +339,7 @@ def test_every_chip_of_the_kernels_has_its_memory():
         ({"page_size": 0}, "page_size is 0"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"kv_dtype": "int4"}, "kv_dtype is 'int4'"),
     ],
 )
 def test_uses_out_of_range_are_refused(changes, words):

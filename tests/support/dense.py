@@ -24,13 +24,21 @@ class DenseCache:
       mask: bool [T, T], True where the query (row) sees the key in layers of full attention.
         Sliding layers see their window, whatever the mask.
       valid: bool [B, T], False on right padding.
+      kv_dtype: 8-bit dtype that each key and value of a head is rounded to, with a scale; None for
+        what the model computes in.
 
     Attributes:
       states: the recurrent state that each layer left.
     """
 
-    def __init__(self, config: ModelConfig, mask: jax.Array, valid: jax.Array):
-        self.config, self.valid, self._mask = config, valid, mask
+    def __init__(
+        self,
+        config: ModelConfig,
+        mask: jax.Array,
+        valid: jax.Array,
+        kv_dtype: str | None = None,
+    ):
+        self.config, self.valid, self._mask, self._kv_dtype = config, valid, mask, kv_dtype
         self._kv: dict[int, tuple[jax.Array, jax.Array]] = {}
         self.states: dict[int, DeltaState] = {}
 
@@ -42,7 +50,7 @@ class DenseCache:
         assert (k is None) == (v is None) == (mixer.donor is not None), f"layer {layer}"
         if k is not None:
             assert layer not in self._kv, f"layer {layer} wrote its keys twice"
-            self._kv[layer] = k, v
+            self._kv[layer] = tuple(rounded(x, self._kv_dtype) for x in (k, v))
         k, v = self._kv[layer if mixer.donor is None else mixer.donor]
         assert q.shape[2:] == (mixer.num_heads, mixer.head_dim), f"layer {layer}: q {q.shape}"
         assert k.shape[2:] == (mixer.num_kv_heads, mixer.head_dim), f"layer {layer}: k {k.shape}"
@@ -68,6 +76,18 @@ class DenseCache:
         """Keeps the state for the test to look at."""
         assert layer not in self.states, f"layer {layer} left its state twice"
         self.states[layer] = state
+
+
+def rounded(x: jax.Array, dtype: str | None) -> jax.Array:
+    """[..., D] as 8 bits can tell it: each row is scaled so that its largest number is the largest
+    of the dtype, and back."""
+    if dtype is None:
+        return x
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / {"int8": 127, "float8_e4m3fn": 448}[dtype]
+    small = x / jnp.where(scale == 0, 1, scale)
+    kept = jnp.rint(small) if dtype == "int8" else small.astype(dtype).astype(jnp.float32)
+    return kept * scale
 
 
 class Forward(NamedTuple):
@@ -103,19 +123,23 @@ def _recorded(model) -> Iterator[list[jax.Array]]:
 
 # To compile takes longer than to run, all the more when XLA does its best.
 @functools.partial(
-    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
+    jax.jit, static_argnums=(0, 6), compiler_options={"xla_backend_optimization_level": 0}
 )
-def _run(graph, parameters, tokens, positions, valid, mask):
+def _run(graph, parameters, tokens, positions, valid, mask, kv_dtype):
     """Compiled once for a model and a shape, whatever the mask."""
     model = nnx.merge(graph, parameters)
-    cache = DenseCache(model.config, mask, valid)
+    cache = DenseCache(model.config, mask, valid, kv_dtype)
     with _recorded(model) as layers:
         logits = model.logits(model(tokens, positions, cache))
     return logits, layers, cache.states
 
 
 def dense_forward(
-    model, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray | None = None
+    model,
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    lengths: np.ndarray | None = None,
+    kv_dtype: str | None = None,
 ) -> Forward:
     """One forward pass over [B, T] tokens with a bool [T, T] mask.
 
@@ -124,16 +148,19 @@ def dense_forward(
       tokens: the token ids, right-padded.
       mask: which keys (columns) a query (row) sees in layers of full attention.
       lengths: int [B] valid tokens of each row; by default all.
+      kv_dtype: as for `DenseCache`.
     """
     steps = np.arange(tokens.shape[1], dtype=np.int32)
     lengths = np.full(len(tokens), len(steps)) if lengths is None else lengths
     positions, valid = np.broadcast_to(steps, tokens.shape), steps < lengths[:, None]
     graph, parameters = nnx.split(model)
     with jax.default_matmul_precision("highest"):
-        out = _run(graph, parameters, tokens.astype(np.int32), positions, valid, mask)
+        out = _run(graph, parameters, tokens.astype(np.int32), positions, valid, mask, kv_dtype)
     return Forward(*jax.tree.map(np.asarray, out))
 
 
-def dense_logits(model, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def dense_logits(
+    model, tokens: np.ndarray, mask: np.ndarray, kv_dtype: str | None = None
+) -> np.ndarray:
     """float32 [B, T, V] logits of one forward pass with a bool [T, T] mask."""
-    return dense_forward(model, tokens, mask).logits
+    return dense_forward(model, tokens, mask, kv_dtype=kv_dtype).logits
