@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import time
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -104,112 +107,100 @@ def scanner(as_json: bool) -> None:
     show(rows, as_json, machine())
 
 
-def decode(
+def engine(
     model: str,
-    batches: list[int],
-    prompt_tokens: int,
+    batches: list[int] | None,
+    contexts: list[int] | None,
     new_tokens: int,
+    transcript_tokens: int,
+    repeats: int,
     dtype: str,
     with_transformers: bool,
+    profile: Path | None,
     as_json: bool,
 ) -> None:
-    """Times the engine, and transformers on the same folder when asked."""
-    from da_jax.checkpoints.convert import resolve
-    from da_jax.models import hf_config
+    """Times prefill and decode of the engine, against transformers and with declarations."""
+    from da_jax.bench import drive
+    from da_jax.bench import engine as bench
 
-    if new_tokens < 2 or prompt_tokens < 1 or min(batches) < 1:
-        raise ValueError("--new-tokens must be at least 2, --prompt-tokens and --batch at least 1")
-    vocabulary = hf_config.read(resolve(model)).vocab_size
-    rows = []
-    for batch in batches:
-        rng = np.random.default_rng(0)
-        size = (batch, prompt_tokens)
-        prompts = rng.integers(vocabulary // 4, vocabulary // 2, size, dtype=np.int32)
-        rows.append(_engine_row(model, prompts, new_tokens, dtype))
-        if with_transformers:
-            rows.append(_transformers_row(model, prompts, new_tokens, rows[-1]))
-    show(rows, as_json, machine())
-
-
-def _engine_row(model: str, prompts: np.ndarray, new_tokens: int, dtype: str) -> Row:
-    from da_jax.engine.llm import LLM
-    from da_jax.engine.request import Request, SamplingParams
-    from da_jax.protocol.modes import Arm
-    from da_jax.protocol.prompt import PromptMap
-
-    batch, prompt_tokens = prompts.shape
-    llm = LLM.from_pretrained(
-        model,
-        dtype=dtype,
-        max_num_seqs=batch,
-        max_model_len=prompt_tokens + new_tokens,
-        kv_cache_bytes=2**62,  # whatever the device has
-    )
-    engine = llm.engine
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    for ids in prompts:
-        prompt = PromptMap(ids, (), ((0, len(ids)),), "", (), (), (), Arm.VANILLA)
-        engine.add(Request(prompt, params, Arm.VANILLA))
-    start = time.perf_counter()
-    engine.prefill_step()
-    while any(not s.decoding for s in engine.scheduler.everyone):
-        engine.prefill_step()
-    prefilled = time.perf_counter()
-    while not engine.idle:
-        engine.step()
-    done = time.perf_counter()
-    steps = new_tokens - 1  # the first token comes from the prefill
-    return {
-        "engine": "da-jax",
-        "dtype": engine.runner.plan.dtype,
-        "batch": batch,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
-        "prefill_tokens_per_s": round(batch * prompt_tokens / (prefilled - start), 1),
-        "decode_tokens_per_s": round(batch * steps / (done - prefilled), 1),
-        "decode_ms_per_step": round((done - prefilled) / steps * 1e3, 2),
+    cases: Sequence[tuple[int, int]] = bench.DEFAULT_CASES
+    if batches or contexts:
+        cases = [(b, c) for c in contexts or [2048] for b in batches or [1, 8, 32]]
+    plan = bench.Plan(
+        cases=cases, new_tokens=new_tokens, transcript_tokens=transcript_tokens, repeats=repeats,
+        transformers=with_transformers, profile=profile,
+    )  # fmt: skip
+    rows = list(bench.rows(drive.load(model, dtype), plan, _tell))
+    declared = [row for row in rows if "predicted_ratio" in row]
+    tables = {
+        f"{machine()}\nEverything visible; ratio: speed of da-jax over that of transformers": [
+            row for row in rows if row not in declared
+        ],
+        "A forced transcript; ratio: time with declarations in force over time without": declared,
     }
+    _print_several(rows, tables, as_json)
 
 
-def _transformers_row(model: str, prompts: np.ndarray, new_tokens: int, ours: Row) -> Row:
-    try:
-        import torch
-    except ImportError:
-        raise ValueError("--transformers needs torch; install it in this environment") from None
-    from transformers import AutoModelForCausalLM
+def bursts(
+    model: str,
+    batches: list[int] | None,
+    context: int,
+    new_tokens: int,
+    fixed: list[int] | None,
+    as_json: bool,
+) -> None:
+    """Times ways to have a declaration in force at the next step."""
+    from da_jax.bench import bursts as bench
+    from da_jax.bench import drive
 
-    from da_jax.checkpoints.convert import resolve
-
-    network = AutoModelForCausalLM.from_pretrained(
-        resolve(model), dtype=getattr(torch, ours["dtype"])
-    ).eval()
-    batch, prompt_tokens = prompts.shape
-    ids = torch.from_numpy(prompts.astype(np.int64))
-    with torch.inference_mode():
-        network(input_ids=ids[:, :8])  # first-call costs
-        start = time.perf_counter()
-        out = network(input_ids=ids, use_cache=True, logits_to_keep=1)
-        prefilled = time.perf_counter()
-        for _ in range(new_tokens - 1):
-            token = out.logits[:, -1:].argmax(-1)
-            out = network(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
-        done = time.perf_counter()
-    steps = new_tokens - 1
-    decode_rate = batch * steps / (done - prefilled)
-    return ours | {
-        "engine": f"transformers (torch {torch.__version__}, {torch.get_num_threads()} threads)",
-        "prefill_tokens_per_s": round(batch * prompt_tokens / (prefilled - start), 1),
-        "decode_tokens_per_s": round(decode_rate, 1),
-        "decode_ms_per_step": round((done - prefilled) / steps * 1e3, 2),
-        "da_jax_decode_ratio": round(ours["decode_tokens_per_s"] / decode_rate, 2),
+    plan = bench.Plan(
+        batches=batches or bench.Plan.batches, context=context, new_tokens=new_tokens,
+        bursts=fixed or bench.BURSTS,
+    )  # fmt: skip
+    rows = list(bench.rows(drive.load(model), plan, _tell))
+    here = [row for row in rows if "host_share_of_step" not in row]
+    tables = {
+        f"{machine()}\nDecoding forced transcripts; every strategy attends to the same": here,
+        "Foretold: the host of this machine, a step as long as the chip reads the weights": [
+            row for row in rows if row not in here
+        ],
     }
+    _print_several(rows, tables, as_json)
+
+
+def device(minutes: float, out: Path, tiny: bool, as_json: bool) -> None:
+    """Times models of 4 billion parameters on the accelerator here."""
+    from da_jax.bench import device as bench
+
+    plan = bench.tiny() if tiny else bench.Plan()
+    rows = bench.measure(dataclasses.replace(plan, minutes=minutes), out, _tell)
+    _print_several(rows, {f"{machine()}; kept in {out}": rows}, as_json)
+
+
+def _tell(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def _print_several(rows: list[Row], tables: dict[str, list[Row]], as_json: bool) -> None:
+    """Prints all rows as JSON, each with the machine; or tables by their titles."""
+    if as_json:
+        where = _facts()
+        print(json.dumps([row | {"machine": where} for row in rows]))
+        return
+    for title, part in tables.items():
+        show(part, False, title)
+
+
+def _facts() -> dict[str, str]:
+    from da_jax.kernels import bench
+
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return bench.machine() | {"threads": str(threads)}
 
 
 def machine() -> str:
     """Device and versions."""
-    from da_jax.kernels import bench
-
-    return ", ".join(f"{name} {value}" for name, value in bench.machine().items())
+    return ", ".join(f"{name} {value}" for name, value in _facts().items())
 
 
 def show(rows: list[Row], as_json: bool, title: str) -> None:

@@ -285,21 +285,73 @@ def scanner(json_: Json = False) -> None:
 
 
 @bench.command()
-def decode(
+def engine(
     model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny'.")] = "tiny",
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 1024,
-    new_tokens: Annotated[int, typer.Option(help="Tokens of each response.")] = 64,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Sequences; may be repeated. 1, 8, 32 by default.")
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Prompt and response in tokens; may be repeated. 2048, and 7936 for batch 1."
+        ),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of a response, all visible.")] = 64,
+    transcript_tokens: Annotated[
+        int, typer.Option(help="Tokens of a forced response with declarations.")
+    ] = 200,
+    repeats: Annotated[int, typer.Option(help="Measure everything so often, by turns.")] = 2,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
     transformers: Annotated[
-        bool, typer.Option(help="Measure transformers (torch) on the same folder too.")
+        bool, typer.Option(help="Measure transformers (torch) on the same folder by turns.")
+    ] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="Folder for JAX profiles of the decode steps.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Prefill and decode of the engine; with declarations against what their pages predict."""
+    from da_jax.cli import bench as command
+
+    command.engine(
+        model, batch, context, new_tokens, transcript_tokens, repeats, dtype, transformers,
+        profile, json_,
+    )  # fmt: skip
+
+
+@bench.command()
+def bursts(
+    model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny'.")] = "tiny",
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Sequences; may be repeated. 1, 8, 32 by default.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Prompt and response in tokens.")] = 1024,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of a response.")] = 200,
+    burst: Annotated[
+        list[int] | None,
+        typer.Option(help="Fixed bursts; may be repeated. 1, 2, 4, 8, 16 by default."),
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """What exactness costs: pausing by fixed or measured bursts, or running a step ahead."""
+    from da_jax.cli import bench as command
+
+    command.bursts(model, batch, context, new_tokens, burst, json_)
+
+
+@bench.command()
+def device(
+    out: Annotated[Path, typer.Option(help="JSON file to write, after each case.")],
+    minutes: Annotated[float, typer.Option(help="After which no case is begun.")] = 6.0,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Small models of the same kind, on any machine.")
     ] = False,
     json_: Json = False,
 ) -> None:
-    """Prefill and decode tokens a second of the engine."""
+    """Decode of Qwen3-4B and Gemma-4-E4B shapes, random weights, on the accelerator here."""
     from da_jax.cli import bench as command
 
-    command.decode(model, batch or [1, 8], prompt_tokens, new_tokens, dtype, transformers, json_)
+    command.device(minutes, out, tiny, json_)
 
 
 @bench.command()

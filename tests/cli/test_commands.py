@@ -151,13 +151,6 @@ def test_bench_attention_takes_the_layer_and_refuses_what_makes_none(da_jax):
         assert code == 1 and message in error
 
 
-def test_bench_scanner_and_decode_print_rows(da_jax):
-    code, out, _ = da_jax("bench", "decode", "--batch", "2", "--prompt-tokens", "40",
-                          "--new-tokens", "4", "--json")  # fmt: skip
-    (row,) = json.loads(out)
-    assert code == 0 and row["batch"] == 2 and row["decode_tokens_per_s"] > 0
-
-
 def test_bench_kv_scores_the_questions_of_the_shipped_checkpoint(da_jax):
     code, out, _ = da_jax("bench", "kv", "--windows", "2", "--kv-dtype", "auto", "--kv-dtype",
                           "int8", "--json")  # fmt: skip
@@ -201,3 +194,48 @@ def test_generate_prints_the_memory_plan_on_standard_error(da_jax):
     assert "2,048 tokens of context in all: 1 of 1 sequences at 2,048 tokens" in err
     code, _, err = da_jax("generate", "--kv-cache-bytes", "1000000", *SMALL)
     assert code == 1 and "max_model_len=" in err and "or raise kv_cache_bytes" in err
+
+
+def test_bench_engine_and_bursts_print_rows_with_the_machine(da_jax, monkeypatch):
+    from da_jax.bench import bursts, drive, engine
+
+    plans = []
+
+    def rows(model, plan, progress):
+        plans.append((model, plan))
+        progress("a case")
+        return [{"system": "da", "predicted_ratio": 0.5}, {"system": "da-jax"}]
+
+    monkeypatch.setattr(drive, "load", lambda *name: name)
+    for module in (bursts, engine):
+        monkeypatch.setattr(module, "rows", rows)
+    code, out, error = da_jax("bench", "engine", "--batch", "2", "--context", "999", "--json")
+    assert code == 0 and "a case" in error
+    assert [row["system"] for row in json.loads(out)] == ["da", "da-jax"]
+    assert all(row["machine"]["device"] and row["machine"]["threads"] for row in json.loads(out))
+    da_jax("bench", "engine")
+    code, out, _ = da_jax("bench", "bursts", "--burst", "3", "--context", "400")
+    assert code == 0 and "da-jax" in out
+    first, default, last = plans
+    assert first[0] == ("tiny", "auto") and first[1].cases == [(2, 999)]
+    assert default[1].cases == ((1, 2048), (8, 2048), (32, 2048), (1, 7936))
+    assert last[1] == bursts.Plan(context=400, bursts=[3])
+
+
+def test_bench_commands_refuse_what_makes_no_case(da_jax):
+    for arguments, message in (
+        (("engine", "--context", "100"), "context is 100"),
+        (("engine", "--batch", "0"), "batch is 0"),
+        (("bursts", "--batch", "0"), "batches are [0]"),
+        (("device", "--out", "x.json", "--minutes", "0"), "minutes is 0"),
+    ):
+        code, _, error = da_jax("bench", *arguments)
+        assert code == 1 and message in error
+
+
+def test_bench_tables_are_for_people(capsys):
+    from da_jax.cli import bench
+
+    bench._print_several([], {"first": [{"a": 1, "b": "[x]"}], "second": [{"c": 2.5}]}, False)
+    out = capsys.readouterr().out
+    assert "first" in out and "[x]" in out and "second" in out and "2.5" in out

@@ -1,0 +1,1 @@
+"""Measures the engine: against transformers, and against what the visible pages predict."""
