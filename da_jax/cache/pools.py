@@ -140,8 +140,8 @@ def plan(
     Raises:
       PlanError: when not even one sequence of `max_tokens` fits besides all slots.
     """
-    part = sharding.part(config, devices)
-    sizes = _Sizes(part, page_size, longest_step, dtype, dtype if kv_dtype is None else kv_dtype)
+    kind = dtype if kv_dtype is None else kv_dtype
+    sizes = _Sizes(sharding.part(config, devices), page_size, longest_step, dtype, kind)
     blocks, slots = -(-max_tokens // page_size), sequences + snapshots
     free = budget_bytes - slots * sizes.slot_bytes(blocks)
     num_pages = blocks * slots
@@ -177,10 +177,7 @@ def allocate(plan: CachePlan) -> Caches:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What one page and one slot take on a device; the arguments are those of `plan`.
-
-    `config` is the part of the model that a device has.
-    """
+    """What one page and one slot take on each device, whose part of the model `config` is."""
 
     config: ModelConfig
     page_size: int

@@ -69,15 +69,22 @@ class Plan:
     def settings(self) -> EngineConfig:
         """Settings of the engine."""
         return EngineConfig(
-            max_num_seqs=self.batch, max_model_len=self.context, tensor_parallel=self.devices,
-            kv_dtype=self.kv_dtype,
+            max_num_seqs=self.batch, max_model_len=self.context, kv_dtype=self.kv_dtype,
+            tensor_parallel=self.devices,
         )  # fmt: skip
 
-    def abstract(self, target: chips.Target) -> Decoder:
-        """The model without its weights, in the dtype that the engine would choose."""
-        config = self.config()
+    def abstract(self, devices: Sequence[jax.Device]) -> Decoder:
+        """The model without its weights, but with their places and the dtype that `auto` means."""
+        config, device = self.config(), devices[0]
+        target = chips.describe(device.platform, device.device_kind)
         dtype = jnp.dtype(dtypes.automatic(config.family, target))
-        return registry.abstract(config, dtype=dtype, quantized=self.int8)
+        model = registry.abstract(config, dtype=dtype, quantized=self.int8)
+        place_weights(model, self.mesh(devices), host=on_host(self, device))
+        return model
+
+    def mesh(self, devices: Sequence[jax.Device]) -> Mesh:
+        """The devices that share the model."""
+        return Mesh(np.array(devices[: self.devices]), (parallel.AXIS,))
 
 
 def rows(plan: Plan, targets: Sequence[str]) -> list[Row]:
@@ -106,8 +113,7 @@ def _machine(plan: Plan, machine: machines.Machine) -> list[Row]:
     command = [
         sys.executable, "-P", "-m", "da_jax.engine.aot", plan.model, machine.name,
         f"--batch={plan.batch}", f"--context={plan.context}", f"--devices={plan.devices}",
-        f"--kv-dtype={plan.kv_dtype}",
-        *["--int8"] * plan.int8,
+        f"--kv-dtype={plan.kv_dtype}", *["--int8"] * plan.int8,
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="da-jax-aot-") as scratch:
         environment = machines.environment(machine, Path(scratch))
@@ -131,12 +137,9 @@ def programs(
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(name, function that compiles it) of each program; nothing is computed or allocated."""
     config, device = plan.config(), devices[0]
-    target = chips.describe(device.platform, device.device_kind)
-    settings, model = plan.settings(), plan.abstract(target)
+    settings, model, mesh = plan.settings(), plan.abstract(devices), plan.mesh(devices)
     forms = engine.shapes(settings, plan.context, _STOP_IDS)
     vocabulary = config.vocab_size
-    mesh = Mesh(np.array(devices[: plan.devices]), (parallel.AXIS,))
-    place_weights(model, mesh, host=on_host(plan, device))
     made = runner.Runner(
         model, forms, cache, costs=np.zeros(vocabulary, np.int32),
         opens=np.zeros(vocabulary, bool), caches=cache_sharding.described(config, cache, mesh),
@@ -189,33 +192,30 @@ def on_host(plan: Plan, device: jax.Device) -> bool:
     )
 
 
-def memory_plan(plan: Plan, device: jax.Device) -> tuple[memory.MemoryPlan, pools.CachePlan]:
-    """What the engine would plan on a device that is not there.
+def memory_plan(
+    plan: Plan, devices: Sequence[jax.Device]
+) -> tuple[memory.MemoryPlan, pools.CachePlan]:
+    """What the engine would plan on devices that are not there.
 
     Raises:
       ValueError: the model does not fit there, or keys and values cannot have that dtype.
     """
-    target = chips.describe(device.platform, device.device_kind)
+    target = chips.describe(devices[0].platform, devices[0].device_kind)
     assert target.chip is not None
-    config, settings = plan.config(), plan.settings()
-    forms = engine.shapes(settings, plan.context, _STOP_IDS)
-    dtype = plan.abstract(target).dtype.name
+    model, settings = plan.abstract(devices), plan.settings()
+    forms, dtype = engine.shapes(settings, plan.context, _STOP_IDS), model.dtype.name
     kv_dtype = dtypes.resolve_kv(plan.kv_dtype, dtype, target)
-    use = sizes.Use(
-        dtype=dtype, int8=plan.int8, devices=plan.devices, per_layer_on_host=on_host(plan, device)
-    )
-    part = sharding.part(config, plan.devices)
     room = memory.Room(
         device=target.kind,
         memory=target.chip.memory,
         fraction=settings.memory_fraction,
-        weights=sizes.memory(config, use).weights,
+        weights=memory.weight_bytes(model),
         others=0,
-        workspace=memory.workspace(config, dtype, forms, plan.devices),
-        copies=memory.copied_share(part, settings.page_size, kv_dtype, target.platform),
+        workspace=memory.workspace(plan.config(), dtype, forms, plan.devices),
+        copies=memory.copied_share(plan.config(), settings, kv_dtype, target.platform),
     )
     return memory.plan_for(
-        config, settings, room, forms, plan.context, dtype=dtype, kv_dtype=kv_dtype
+        plan.config(), settings, room, forms, plan.context, dtype=dtype, kv_dtype=kv_dtype
     )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def child(plan: Plan, target: str) -> None:
     """Compiles every program for a target and prints a line for each."""
     (machine,) = machines.named([target])
     devices = machines.devices(machine, max(4, plan.devices))
-    planned, cache = memory_plan(plan, devices[0])
+    planned, cache = memory_plan(plan, devices)
     for name, compile_ in programs(plan, devices, cache):
         began = time.monotonic()
         row: Row = {"target": machine.name, "program": name, "ok": False}

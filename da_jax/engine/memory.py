@@ -1,6 +1,6 @@
 """The memory plan: what is on the device, and how many tokens that leaves room for.
 
-The device has `memory_fraction` of its memory for weights, for what programs need while they run
+Each device has `memory_fraction` of its memory for weights, for what programs need while they run
 (`sizes.workspace_bytes`), for what else the process keeps there, and for the caches. All caches are
 allocated when the engine starts and none grows, so an engine that started does not run out.
 
@@ -144,7 +144,7 @@ class MemoryPlan:
 def plan(
     model: Decoder, config: EngineConfig, shapes: Shapes, max_len: int
 ) -> tuple[MemoryPlan, pools.CachePlan]:
-    """Plans the device that the model is on.
+    """Plans the device that the model is on; where several share it, each of them.
 
     Args:
       model: its weights are loaded.
@@ -155,23 +155,22 @@ def plan(
     Raises:
       ValueError: the device does not hold the model and one sequence; says what would fit.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(nnx.state(model)) if not host_table.on_host(leaf)]
-    own = [leaf.addressable_shards[0] for leaf in leaves]
-    device, weights = own[0].device, sum(shard.data.nbytes for shard in own)
+    device = next(iter(jax.tree.leaves(nnx.state(model))[0].sharding.addressable_devices))
+    weights = weight_bytes(model)
     kv_dtype = dtypes.resolve_kv(config.kv_dtype, model.dtype.name, current_target())
-    stats = device.memory_stats() or {}
+    # Processes that share a model must plan alike.
+    alone = jax.process_count() == 1
+    in_use = (device.memory_stats() or {}).get("bytes_in_use", 0) if alone else 0
+    count = config.tensor_parallel
     room = Room(
-        device=device.device_kind,
+        device=device.device_kind if count == 1 else f"each of {count} {device.device_kind}",
         memory=device_memory(device),
         fraction=config.memory_fraction,
         weights=weights,
-        others=max(stats.get("bytes_in_use", 0) - weights, 0),
+        others=max(in_use - weights, 0),
         workspace=workspace(model.config, model.dtype.name, shapes, config.tensor_parallel),
-        copies=copied_share(
-            sharding.part(model.config, config.tensor_parallel), config.page_size, kv_dtype,
-            device.platform,
-        ),
-    )  # fmt: skip
+        copies=copied_share(model.config, config, kv_dtype, device.platform),
+    )
     return plan_for(
         model.config, config, room, shapes, max_len, dtype=model.dtype.name, kv_dtype=kv_dtype,
         most=CPU_CACHE if device.platform == "cpu" else None,
@@ -243,13 +242,22 @@ def device_memory(device: jax.Device) -> int | None:
     return limit or (chip.memory if chip else None)
 
 
-def workspace(model: ModelConfig, dtype: str, shapes: Shapes, devices: int = 1) -> int:
-    """Bytes that the programs of an engine need while they run, estimated from above."""
+def weight_bytes(model: Decoder) -> int:
+    """Bytes of a model's parameters on each device, without those in host memory."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(nnx.state(model))
+        if leaf.sharding.memory_kind != host_table.MEMORY
+    )
+
+
+def workspace(model: ModelConfig, dtype: str, shapes: Shapes, devices: int) -> int:
+    """Bytes that the programs of an engine need on each device, estimated from above."""
     use = sizes.Use(batch=max(shapes.batches), prefill_chunk=max(shapes.chunks), dtype=dtype)
     return sizes.workspace_bytes(sharding.part(model, devices), use)
 
 
-def copied_share(model: ModelConfig, page_size: int, kv_dtype: str, platform: str) -> float:
+def copied_share(model: ModelConfig, config: EngineConfig, kv_dtype: str, platform: str) -> float:
     """What programs copy of the caches while they run, as a share of the caches.
 
     XLA on a CPU widens pages of 16-bit and of 8-bit floats, all of them at every step. On a TPU it
@@ -258,9 +266,10 @@ def copied_share(model: ModelConfig, page_size: int, kv_dtype: str, platform: st
     if platform == "cpu" and kv_dtype not in ("float32", "int8"):
         return 3.0
     shares = [0.0]
-    for layer in model.layers:
+    for layer in sharding.part(model, config.tensor_parallel).layers:
         if isinstance(mixer := layer.mixer, Attention):
-            form = layout(1, mixer.num_kv_heads, page_size, mixer.head_dim, kv_dtype)
+            heads = mixer.num_kv_heads
+            form = layout(1, heads, config.page_size, mixer.head_dim, kv_dtype)
             scales = 4 * math.prod(form.scales_shape) if form.quantized else 0
             shares.append(scales / form.page_bytes)
     return max(shares)

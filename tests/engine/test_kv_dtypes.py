@@ -197,12 +197,13 @@ def test_the_plan_is_what_is_allocated(engines, name):
     assert nbytes(llm.engine.runner._state) == memory.room.weights
 
 
-def test_programs_update_pages_and_rings_of_8_bits_in_place(load):
-    """Compiled for pools so large that a copy of any of them would show."""
+@pytest.mark.parametrize("kv_dtype", ["int8", "float32"])
+def test_programs_update_pages_and_rings_in_place(load, kv_dtype):
+    """Compiled for pools so large that a copy of any of them would show, and for one sequence."""
     model = load("gemma3_1b")
     plan = pools.plan(
         model.config, page_size=16, max_tokens=2048, sequences=8192, longest_step=8,
-        dtype=jnp.float32, kv_dtype="int8", budget_bytes=2**40,
+        dtype=jnp.float32, kv_dtype=kv_dtype, budget_bytes=2**50,
     )  # fmt: skip
     forms = Shapes(batches=(1,), chunks=(8,), burst=2, entries=160, blocks=128, stop_ids=2)
     vocabulary = model.config.vocab_size

@@ -163,7 +163,7 @@ def test_copies_of_the_caches_that_programs_make_are_left_room_for():
     plan, _ = planned("qwen3", EngineConfig(), room, 512)
     assert plan.workspace == 3 * plan.caches <= 300 * MIB
     share = lambda kv_dtype, platform: memory.copied_share(
-        model_of("Qwen3-0.6B"), 64, kv_dtype, platform
+        model_of("Qwen3-0.6B"), EngineConfig(), kv_dtype, platform
     )
     assert share("bfloat16", "tpu") == share("float32", "cpu") == 0
     assert share("float8_e4m3fn", "cpu") == share("bfloat16", "cpu") == 3
