@@ -117,7 +117,7 @@ class _Times:
             "prefill_tok_s": round(batch * prompt_tokens / float(np.median(self.prefill)), 1),
             "decode_tok_s": round(batch / step, 1),
             "ttft_s": round(float(np.median(self.first)), 3),
-            "decode_ms_per_step": round(step * 1e3, 2),
+            "decode_ms_per_step": round(step * 1e3, 3),
         }
 
 
@@ -214,10 +214,10 @@ def _declared(engine: Engine, model: drive.Model, plan: Plan, about: Row) -> lis
             | about
             | {
                 "decode_tok_s": round(batch / step[name], 1),
-                "decode_ms_per_step": round(step[name] * 1e3, 2),
+                "decode_ms_per_step": round(step[name] * 1e3, 3),
                 "ratio": round(step[name] / step["unmasked"], 3),
                 "predicted_ratio": round(predicted if name == "da" else 1.0, 3),
-                "fixed_ms_per_step": round(fixed * 1e3, 2),
+                "fixed_ms_per_step": round(fixed * 1e3, 3),
                 "read_share": round(read[name] / read["unmasked"], 3),
             }
             | _details(found[name], found["unmasked"], model)
