@@ -108,15 +108,22 @@ def rows(plan: Plan) -> Iterator[Row]:
             if began - start + longest > 60 * plan.minutes:
                 yield about | {"skipped": f"{plan.minutes} minutes are over"}
                 continue
-            engine: drive.Engine | None
-            try:
-                model = model or _random(name, config, plan)
-                engine = drive.build(model, batch, max(fit), prefill=False, prefix_cache=False)
-                longest = max(longest if plan.tiny else 0.0, time.monotonic() - began)
-                for context in fit:
+            engine: drive.Engine | None = None
+            for context in fit:
+                try:
+                    if engine is None:
+                        model = model or _random(name, config, plan)
+                        engine = drive.build(
+                            model, batch, max(fit), prefill=False, prefix_cache=False
+                        )
+                        longest = max(0.0 if plan.tiny else longest, time.monotonic() - began)
+                    assert model is not None
                     yield from _case(engine, model, context, plan, about | {"context": context})
-            except (jax.errors.JaxRuntimeError, BackendError) as error:
-                yield about | {"skipped": f"{type(error).__name__}: {str(error)[:500]}"}
+                except (jax.errors.JaxRuntimeError, BackendError, ValueError) as error:
+                    reason = f"{type(error).__name__}: {str(error)[:500]}"
+                    yield about | {"context": context, "skipped": reason}
+                    if engine is None:
+                        break  # nor would the next one be built
             engine = None
             gc.collect()  # the caches of the last engine, before those of the next
 

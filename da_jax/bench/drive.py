@@ -327,7 +327,7 @@ def run(engine: Engine, requests: Several[Request]) -> Measured:
     with Probe(engine) as probe:
         while not engine.idle:
             for event in probe.step():
-                if isinstance(event, Done):
+                if isinstance(event, Done) and event.request_id in numbers:
                     done[event.request_id] = event.response
     return Measured(
         seconds=probe.seconds,

@@ -166,6 +166,27 @@ def plan(
     )
 
 
+def least_bytes(
+    config: ModelConfig,
+    *,
+    page_size: int,
+    max_tokens: int,
+    sequences: int,
+    longest_step: int,
+    dtype: DTypeLike,
+    kv_dtype: DTypeLike,
+    snapshots: int,
+    devices: int,
+) -> int:
+    """The smallest budget that `plan` accepts: one whole sequence, and all slots."""
+    part = sharding.part(config, devices)
+    sizes, blocks = (
+        _Sizes(part, page_size, longest_step, dtype, kv_dtype),
+        -(-max_tokens // page_size),
+    )
+    return blocks * sizes.page_bytes + (sequences + snapshots) * sizes.slot_bytes(blocks)
+
+
 def allocate(plan: CachePlan) -> Caches:
     """Zeroed caches of one device; `cache.sharding.allocate` makes those of all."""
     return Caches(
@@ -244,7 +265,7 @@ def _too_small(sizes: _Sizes, tokens: int, sequences: int, snapshots: int, budge
     parts = [f"one sequence of {tokens:,} tokens takes {mib(pages)} of pages"]
     if sizes.slot_bytes(blocks):
         parts.append(
-            f"{sequences} sequences at once"
+            f"{sequences} sequence{'s' * (sequences > 1)} at once"
             + (f" and {snapshots} snapshots" if snapshots else "")
             + f" keep {mib(slots * sizes.ring_bytes(blocks))} of sliding windows and "
             f"{mib(slots * sizes.state_bytes)} of recurrent states"
@@ -268,7 +289,7 @@ def _what_fits(sizes: _Sizes, tokens: int, sequences: int, snapshots: int, budge
     need = lambda n: n * sizes.page_bytes + sizes.slot_bytes(n)
     fit = bisect.bisect_right(range(1, blocks), budget, key=need)
     if fit * sizes.page_size >= 2:
-        alone = f" with max_num_seqs=1{' and prefix_snapshots=0' if snapshots else ''}"
-        few = sequences + snapshots > 1 and sizes.slot_bytes(1)
-        return f"max_model_len={fit * sizes.page_size} fits{alone if few else ''}"
+        fewer = ["max_num_seqs=1"] * (sequences > 1) + ["prefix_snapshots=0"] * (snapshots > 0)
+        alone = f" with {' and '.join(fewer)}" if fewer and sizes.slot_bytes(1) else ""
+        return f"max_model_len={fit * sizes.page_size} fits{alone}"
     return "not even a page fits"

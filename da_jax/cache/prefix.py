@@ -53,11 +53,6 @@ class PrefixCache:
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by name; least recently used first
 
     @property
-    def copies(self) -> bool:
-        """Whether a hit needs a copy of rings and states."""
-        return self._copies
-
-    @property
     def keeps_copies(self) -> bool:
         """Whether there are slots for such copies."""
         return bool(self._empty or self._slots)

@@ -90,7 +90,10 @@ def generate(
     ] = _DEFAULT.weights,
     kv_dtype: KvDtype = _DEFAULT.kv_dtype,
     kv_cache_bytes: Annotated[
-        int | None, typer.Option(help="Most bytes of what sequences keep on the device.")
+        int | None,
+        typer.Option(
+            help="Most bytes of what sequences keep on the device; by default what is left."
+        ),
     ] = None,
     memory_fraction: Annotated[
         float, typer.Option(help="Share of the device's memory that may be used.")
@@ -121,7 +124,7 @@ def generate(
                 max_model_len=max_model_len, page_size=page_size, prefill_chunk=prefill_chunk,
                 dtype=dtype, weights=weights, kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes,
                 memory_fraction=memory_fraction, attention=attention, max_num_seqs=1,
-                tensor_parallel=tensor_parallel,
+                prefix_snapshots=0, tensor_parallel=tensor_parallel,
             ),
         )
     )  # fmt: skip
@@ -376,6 +379,8 @@ def kv(
     """What keys and values in 8 bits cost: negative log-likelihood of text, nats a token."""
     from da_jax.cli import bench_kv as command
 
+    if text is not None and set(model or ["tiny"]) == {"tiny"}:
+        _fail(ValueError(f"--text {text}: 'tiny' is scored on its own questions; name a --model"))
     command.run(
         model or ["tiny"], kv_dtype, text, windows=windows, prompt_tokens=prompt_tokens,
         new_tokens=new_tokens, dtype=dtype, as_json=json_,
@@ -390,8 +395,9 @@ def main() -> None:
         _fail(error)
     except RuntimeError as error:
         from da_jax.kernels.paged_attention import BackendError
+        from da_jax.models.host_table import HostMemoryError
 
-        if not isinstance(error, BackendError):
+        if not isinstance(error, BackendError | HostMemoryError):
             raise
         _fail(error)
 

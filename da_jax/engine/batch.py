@@ -59,7 +59,7 @@ def fill_decode(decode: DecodeRows, sequences: Several[Sequence]) -> DecodeRows:
     for row, sequence in enumerate(sequences):
         decode.token[row] = sequence.last_token
         decode.position[row] = sequence.length - 1
-        decode.steps[row] = 1 if sequence.in_tag else min(burst, sequence.tokens_left)
+        decode.steps[row] = sequence.steps(burst)
         decode.guided[row] = sequence.guided
         decode.allowed[row] &= allowed_of(sequence)
         decode.room[row] = FREE if sequence.room is None else sequence.room

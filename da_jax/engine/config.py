@@ -89,11 +89,16 @@ class EngineConfig:
         ) | {"prefix_snapshots": 0}  # fmt: skip
         for name, smallest in least.items():
             value = getattr(self, name)
-            if value is not None and value < smallest:
+            if value is None and name == "kv_cache_bytes":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; it must be a whole number")
+            if value < smallest:
                 raise ValueError(f"{name} is {value}; it must be at least {smallest}")
-        if not 0 < self.memory_fraction <= 1:
+        fraction = self.memory_fraction
+        if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise ValueError(
-                f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1"
+                f"memory_fraction is {fraction!r}; it must be a number above 0, at most 1"
             )
         if self.page_size > MAX_PAGE_SIZE:
             raise ValueError(f"page_size is {self.page_size}; it must be at most {MAX_PAGE_SIZE}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from da_jax.engine.request import Done, Event, Response
@@ -32,6 +32,7 @@ class Conversation:
     def __init__(
         self, llm: LLM, documents: Document = None, *, system: str | None = None, **options: Any
     ):
+        _check(options)
         self._llm, self._documents = llm, documents
         self._options = {"system": system, **options}
         self._turns: list[dict[str, Any]] = []
@@ -42,9 +43,11 @@ class Conversation:
         """The turns so far, as `LLM.generate` takes them."""
         return [dict(turn) for turn in self._turns]
 
-    def add(self, chunks: str | Iterable[str | Chunk]) -> None:
+    def add(self, chunks: str | Chunk | Iterable[str | Chunk]) -> None:
         """Adds chunks, or a text that is cut into some, to the next question."""
-        self._added += self._llm.renderer.split(chunks) if isinstance(chunks, str) else chunks
+        if isinstance(chunks, Chunk):
+            chunks = [chunks]
+        self._added += self._llm.renderer.split(chunks) if isinstance(chunks, str) else [*chunks]
 
     def ask(self, question: str, **options: Any) -> Response:
         """Answers a question.
@@ -66,6 +69,7 @@ class Conversation:
         Question and answer enter the history with `Done`; of an iterator that is closed before,
         nothing is kept, and the chunks that were added wait for the next question.
         """
+        _check(options)
         chunks = tuple(self._added)
         events = self._llm.stream(
             self._documents, question, history=self.history, chunks=chunks,
@@ -88,3 +92,14 @@ class Conversation:
                 yield event
         finally:
             events.close()
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """Refuses what the conversation itself says.
+
+    Raises:
+      ValueError: for history or chunks.
+    """
+    for name in ("history", "chunks"):
+        if name in options:
+            raise ValueError(f"{name} is what a conversation keeps; use `add` for chunks")

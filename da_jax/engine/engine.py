@@ -217,6 +217,8 @@ class Engine(Loop):
         return self._step(self._expire, self._collect, self._prefill, self._read)
 
     def _step(self, *work: Callable[[], list[Event]]) -> list[Event]:
+        # This is where the time goes, and what may be interrupted.
+        jax.block_until_ready([flight.choices for flight in self._flights])
         events = self._all(*work)
         if self.scheduler.idle:
             self._flights.clear()  # of rows that nobody waits for any more
@@ -361,7 +363,7 @@ class Engine(Loop):
         for sequence in sorted(ready, key=lambda s: s.rank):
             if sequence not in self.scheduler.running:
                 continue  # it gave way
-            steps = min(self.shapes.burst, sequence.tokens_left)
+            steps = sequence.steps(self.shapes.burst)
             made, room = self._make_room(sequence, sequence.length - 1 + steps)
             events += made
             if room:

@@ -127,6 +127,7 @@ class LLM:
         # What cannot run here is refused before anything is loaded.
         choose(config.attention)
         dtypes.resolve_kv(config.kv_dtype, "", current_target())
+        parallel.mesh(config.tensor_parallel, config.data_parallel - 1)
         progress("loading", 0, 1)
         folder = convert.resolve(path_or_id, revision=revision)
         models = [load_model(folder, config, replica) for replica in range(config.data_parallel)]
@@ -146,7 +147,10 @@ class LLM:
 
     @property
     def memory(self) -> MemoryPlan:
-        """What is on the device, and how many tokens it holds."""
+        """What is on the device, and how many tokens it holds.
+
+        Where several share the model it is that of each, and of several replicas the first one's.
+        """
         return self.engine.memory
 
     @property

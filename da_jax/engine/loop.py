@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Generator, Iterable, Iterator
 
+from da_jax.engine.interrupts import shielded
 from da_jax.engine.request import Done, Event, Request
 
 
@@ -76,7 +77,7 @@ class Loop(abc.ABC):
         return self._events(iter(requests))
 
     def _events(self, requests: Iterator[Request]) -> Generator[Event, None, None]:
-        box, numbers, unfinished = list[Event](), list[int](), set[int]()
+        box, unfinished = list[Event](), set[int]()
         more = True
         try:
             while more or unfinished:
@@ -84,10 +85,9 @@ class Loop(abc.ABC):
                     request = next(requests, None)
                     if more := request is not None:
                         number = self.add(request)
-                        numbers.append(number)
                         unfinished.add(number)
                         self._boxes[number] = box
-                while not box and unfinished:
+                while not box and (unfinished or (more and not self.room)):
                     if self.idle:
                         raise RuntimeError(f"requests {sorted(unfinished)} were lost by a fault")
                     for event in self.step():
@@ -112,7 +112,8 @@ class Loop(abc.ABC):
     def _all(self, *work: Callable[[], list[Event]]) -> list[Event]:
         """What is pending, and what some pieces of work bring about."""
         for part in work:
-            made = part()  # which may replace the list below, when a stream is closed meanwhile
-            self._pending += made  # kept if the next part fails
+            with shielded():
+                made = part()  # which may replace the list below, when a stream is closed meanwhile
+                self._pending += made  # kept if the next part fails
         events, self._pending = self._pending, []
         return events

@@ -29,7 +29,8 @@ from da_jax.models.config import Attention, ModelConfig
 from da_jax.models.decoder import Decoder
 
 CPU_CACHE = 4 * 2**30
-"""Most bytes of caches on a CPU unless `kv_cache_bytes` says more: others need memory there too."""
+"""Bytes of caches on a CPU unless `kv_cache_bytes` says otherwise: others need memory there too.
+They are more if one whole sequence needs more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,7 @@ class MemoryPlan:
       snapshots: copies of rings and states.
       kv_dtype: dtype of keys and values.
       page_tokens: tokens that all pages hold together.
+      page_size: tokens of a page.
       sequences: most sequences at once.
       max_model_len: longest sequence in tokens.
     """
@@ -85,6 +87,7 @@ class MemoryPlan:
     snapshots: int
     kv_dtype: str
     page_tokens: int
+    page_size: int
     sequences: int
     max_model_len: int
 
@@ -101,7 +104,8 @@ class MemoryPlan:
     @property
     def whole_sequences(self) -> int:
         """Sequences of `max_model_len` tokens that run at once; of shorter ones more do."""
-        return min(self.sequences, self.page_tokens // self.max_model_len)
+        each = -(-self.max_model_len // self.page_size)
+        return min(self.sequences, self.page_tokens // self.page_size // each)
 
     def describe(self) -> list[str]:
         """The plan in a few lines for people."""
@@ -114,7 +118,7 @@ class MemoryPlan:
         parts = ", ".join(f"{name} {_size(value)}" for name, value in caches.items() if value)
         others = f", others {_size(room.others)}" if room.others else ""
         return [
-            f"{room.device}: memory {whole}, {room.fraction:.0%} usable; weights "
+            f"{room.device}: memory {whole}, {100 * room.fraction:g} % usable; weights "
             f"{_size(room.weights)}, workspace {_size(self.workspace)}{others}",
             f"caches {_size(self.caches)} in {self.kv_dtype}: {parts}",
             f"{self.page_tokens:,} tokens of context in all: {self.whole_sequences} of "
@@ -173,7 +177,7 @@ def plan(
     )
     return plan_for(
         model.config, config, room, shapes, max_len, dtype=model.dtype.name, kv_dtype=kv_dtype,
-        most=CPU_CACHE if device.platform == "cpu" else None,
+        most=CPU_CACHE // jax.local_device_count() if device.platform == "cpu" else None,
     )  # fmt: skip
 
 
@@ -193,12 +197,20 @@ def plan_for(
     Args:
       model, config, room, shapes, max_len: as in `plan`.
       dtype, kv_dtype: names of the dtypes of the model and of keys and values.
-      most: bytes of caches where `config.kv_cache_bytes` is None; None for all there is.
+      most: bytes of caches where `config.kv_cache_bytes` is None, more if one sequence needs it;
+        None for all there is.
 
     Raises:
       ValueError: one sequence does not fit; says what would.
     """
-    limit = config.kv_cache_bytes or most
+    needs: dict[str, Any] = dict(
+        page_size=config.page_size, max_tokens=max_len, sequences=config.max_num_seqs,
+        longest_step=max(shapes.chunks), dtype=dtype, kv_dtype=kv_dtype,
+        snapshots=_snapshots(config, model), devices=config.tensor_parallel,
+    )  # fmt: skip
+    limit = config.kv_cache_bytes
+    if limit is None and most is not None:
+        limit = max(most, pools.least_bytes(model, **needs))
     known = [size for size in (limit, room.free) if size is not None]
     if not known:
         raise ValueError(
@@ -206,12 +218,7 @@ def plan_for(
             "what sequences keep"
         )
     try:
-        caches = pools.plan(
-            model, page_size=config.page_size, max_tokens=max_len, sequences=config.max_num_seqs,
-            longest_step=max(shapes.chunks), dtype=dtype, kv_dtype=kv_dtype,
-            budget_bytes=min(known), snapshots=_snapshots(config, model),
-            devices=config.tensor_parallel,
-        )  # fmt: skip
+        caches = pools.plan(model, budget_bytes=min(known), **needs)
     except pools.PlanError as error:
         limited = room.free is None or (limit is not None and limit < room.free)
         raise ValueError(f"{error}; {_remedy(room, config, limited)}") from error
@@ -224,6 +231,7 @@ def plan_for(
         snapshots=caches.snapshot_bytes,
         kv_dtype=caches.kv_dtype,
         page_tokens=caches.num_pages * caches.page_size,
+        page_size=caches.page_size,
         sequences=caches.sequences,
         max_model_len=max_len,
     ), caches
@@ -236,7 +244,8 @@ def device_memory(device: jax.Device) -> int | None:
     the host, or what a container may use of it.
     """
     if device.platform == "cpu":
-        return _host_memory()
+        host = _host_memory()
+        return host and host // jax.local_device_count()  # several are simulated on one host
     chip = chip_of(device.device_kind)
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return limit or (chip.memory if chip else None)
@@ -288,8 +297,8 @@ def _remedy(room: Room, config: EngineConfig, limited: bool) -> str:
     assert room.memory is not None
     less = [f"{name}='int8'" for name in ("kv_dtype", "weights") if getattr(config, name) == "auto"]
     return (
-        f"the budget is {room.fraction:.0%} of the {_size(room.memory)} of {room.device} less "
-        f"{_size(room.weights)} of weights, {_size(room.workspace)} that programs need and "
+        f"the budget is {100 * room.fraction:g} % of the {_size(room.memory)} of {room.device} "
+        f"less {_size(room.weights)} of weights, {_size(room.workspace)} that programs need and "
         f"{_size(room.others)} of other arrays"
         + (f"; {' and '.join(less)} take less" if less else "")
     )

@@ -62,11 +62,6 @@ class Scheduler:
         return not self._waiting and not self.running
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences in the queue."""
-        return len(self._waiting)
-
-    @property
     def room(self) -> int:
         """How many more may wait."""
         return max(self._max_waiting - len(self._waiting), 0)
@@ -125,9 +120,7 @@ class Scheduler:
         page, left = divmod(sequence.cached, self._page_size)
         if not self._find_prefixes or left or len(sequence.pages) != page:
             return None
-        # The last token of a prompt gives the first choice, so it is computed in any case.
-        most = min(sequence.shareable, sequence.fed - (sequence.length == sequence.prompt_len))
-        names = self._names(sequence)[: most // self._page_size]
+        names = self._names(sequence)[: self._most_cached(sequence)]
         pages, slot = self.prefix.match(names, page)
         if not pages:
             return None
@@ -142,7 +135,7 @@ class Scheduler:
         """Tokens at the start of a prompt int32 [N] that are in the cache."""
         if not self._find_prefixes:
             return 0
-        names = page_names(self.prefix.root, prompt, self._page_size)
+        names = page_names(self.prefix.root, prompt[:-1], self._page_size)
         return len(self.prefix.match(names)[0]) * self._page_size
 
     @property
@@ -241,6 +234,14 @@ class Scheduler:
             sequence.names = page_names(self.prefix.root, ids, self._page_size)
         return sequence.names
 
+    def _most_cached(self, sequence: Sequence) -> int:
+        """Pages that it may take from the cache.
+
+        The last token of a prompt gives the first choice, so it is computed in any case.
+        """
+        most = min(sequence.shareable, sequence.fed - (sequence.length == sequence.prompt_len))
+        return most // self._page_size
+
     def _goal(self, sequence: Sequence) -> int:
         """Pages for what it has and a little more."""
         return -(-min(sequence.fed + self._margin, sequence.max_len) // self._page_size)
@@ -249,7 +250,7 @@ class Scheduler:
         """Free pages that it would take now."""
         found: list[int] = []
         if self._find_prefixes:
-            found, _ = self.prefix.match(self._names(sequence))
+            found, _ = self.prefix.match(self._names(sequence)[: self._most_cached(sequence)])
         return self._goal(sequence) - len(found) + self._pool.taken_by(found)
 
     def _unpromised(self) -> int:

@@ -205,6 +205,10 @@ class Sequence:
         """The response tokens so far, unread ones too."""
         return [*self.tokens, *self.unread]
 
+    def steps(self, burst: int) -> int:
+        """Steps of a burst that it takes: one at a time where it is guided through a tag."""
+        return 1 if self.in_tag else min(burst, self.tokens_left)
+
     @property
     def fed(self) -> int:
         """Tokens that must be in the cache before the next one can be chosen by a burst.

@@ -33,7 +33,7 @@ def mesh(devices: int, replica: int = 0) -> Mesh:
     first, end = replica * devices, (replica + 1) * devices
     if end > len(there):
         raise ValueError(
-            f"tensor_parallel is {devices} and data_parallel at least {replica + 1}, but JAX sees "
+            f"tensor_parallel is {devices} and data_parallel is {replica + 1}, but JAX sees "
             f"{len(there)} {there[0].platform} device(s); lower them, or start JAX where there are "
             "as many"
         )

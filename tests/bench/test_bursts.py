@@ -10,6 +10,8 @@ from da_jax.bench.ahead import Ahead
 from da_jax.bench.simulated import FixedPatience, Simulated
 from da_jax.protocol.modes import Arm
 
+pytestmark = pytest.mark.long
+
 PLAN = bursts.Plan(batches=(2,), context=512, new_tokens=80, bursts=(1, 16))
 COLUMNS = {
     "strategy", "chip", "model", "batch", "context", "steps_per_token", "tok_s",

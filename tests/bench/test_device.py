@@ -7,6 +7,8 @@ import pytest
 from da_jax.bench import device
 from da_jax.models import sizes
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
@@ -59,3 +61,17 @@ def test_no_case_is_begun_when_the_time_is_over(monkeypatch):
     assert [row["skipped"] for row in rows] == ["0.5 minutes are over"] * 4
     with pytest.raises(ValueError, match="minutes is 0"):
         device.Plan(minutes=0)
+
+
+def test_a_case_that_fails_is_told_and_the_next_one_runs(monkeypatch):
+    def case(engine, model, context, plan, about):
+        if context == 256:
+            raise ValueError("8 sequences do not fit at once")
+        return [about]
+
+    monkeypatch.setattr(device, "_case", case)
+    monkeypatch.setattr(device.drive, "build", lambda *args, **options: object())
+    plan = device.Plan(contexts=(256, 512), batches=(8,), tiny=True)
+    first, second, *_ = device.rows(plan)
+    assert first["skipped"] == "ValueError: 8 sequences do not fit at once"
+    assert second["context"] == 512 and "skipped" not in second

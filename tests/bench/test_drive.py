@@ -10,6 +10,8 @@ from da_jax.engine.request import Request, SamplingParams
 from da_jax.engine.runner import Runner
 from da_jax.protocol.modes import Arm
 
+pytestmark = pytest.mark.long
+
 
 def test_a_prompt_is_scaffold_chunks_and_scaffold():
     prompt = drive.random_prompt(np.random.default_rng(0), 1000, 400, drive.CHUNKS)

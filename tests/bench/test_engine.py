@@ -7,6 +7,8 @@ import pytest
 from da_jax.bench import drive, engine
 from da_jax.protocol.modes import Mode
 
+pytestmark = pytest.mark.long
+
 PLAN = engine.Plan(cases=((2, 512),), new_tokens=20, transcript_tokens=60, repeats=1)
 TORCH = importlib.util.find_spec("torch") is not None
 SPEED = {"prefill_tok_s", "decode_tok_s", "ttft_s", "decode_ms_per_step"}

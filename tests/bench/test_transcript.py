@@ -7,6 +7,8 @@ from da_jax.bench.transcript import EXPECTED, Mix, mix_of, synthetic, transcript
 from da_jax.protocol.modes import Mode, ModeTracker
 from da_jax.protocol.trace import Step
 
+pytestmark = pytest.mark.long
+
 COUNT = 2000
 
 

@@ -25,6 +25,8 @@ from da_jax.kernels import chips
 from da_jax.kernels.paged_attention import compact, stack
 from da_jax.models import dtypes
 
+pytestmark = pytest.mark.long
+
 LENGTH, ROWS = references.LENGTH, 2
 SLOTS = np.array([2, 0], np.int32)
 NO_SAMPLING = SamplingRows(*[np.zeros(0)] * 6)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from support import devices, tiny
 
+pytestmark = pytest.mark.long
+
 CASE = "qwen3_5"  # pages and states
 
 

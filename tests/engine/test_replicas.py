@@ -10,6 +10,8 @@ from da_jax.engine.llm import load_model
 from da_jax.engine.replicas import Replicas
 from da_jax.engine.scheduler import QueueFull
 
+pytestmark = pytest.mark.long
+
 CHUNKS = [f"part {letter}: " + letter * 12 for letter in "abcd"]
 
 
@@ -77,5 +79,5 @@ def test_a_run_over_replicas_ends_or_is_abandoned_without_a_trace(random_llm, pa
 
 
 def test_more_replicas_than_devices_are_refused(tiny_folder):
-    with pytest.raises(ValueError, match="data_parallel at least 2"):
+    with pytest.raises(ValueError, match="data_parallel is 2"):
         LLM.from_pretrained(tiny_folder, data_parallel=2)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -225,3 +226,39 @@ def test_a_full_cache_forgets_and_still_answers(tiny_folder):
     assert [r.token_ids for r in first] == [r.token_ids for r in again]
     pool = llm.engine.scheduler.prefix.pool
     assert pool.num_free == pool.num_pages and llm.compilations_after_warmup == 0
+
+
+def test_a_run_that_finds_the_queue_full_lets_the_others_get_on(random_llm, engine, monkeypatch):
+    monkeypatch.setattr(engine.scheduler, "_max_waiting", 1)
+    first = engine.run(iter([request(random_llm, max_tokens=3) for _ in range(9)]))
+    while engine.room:
+        next(first)
+    second = engine.run([request(random_llm, "", "other?", max_tokens=3)])
+    assert sum(isinstance(event, Done) for event in second) == 1
+    assert sum(isinstance(event, Done) for event in first) == 9
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_an_interruption_while_a_program_is_called_waits_until_the_caches_are_back(
+    random_llm, engine, monkeypatch, kind
+):
+    asked = request(random_llm, "<local>abc", max_tokens=30)
+    (alone,) = responses(engine.run([asked]))
+    compiled = dict(engine.runner._compiled)
+
+    def interrupted(run):
+        def call(*arguments):
+            result = run(*arguments)  # the caches that went in are gone
+            signal.raise_signal(signal.SIGINT)
+            return result
+
+        return call
+
+    engine.add(asked)
+    with monkeypatch.context() as patch:
+        for which, run in compiled.items():
+            if which[0] == kind:
+                patch.setitem(engine.runner._compiled, which, interrupted(run))
+        with pytest.raises(KeyboardInterrupt):
+            finish(engine)
+    assert list(map(facts, responses(finish(engine)))) == [facts(alone)]

@@ -14,6 +14,8 @@ from da_jax.engine.request import Request, SamplingParams
 from da_jax.engine.sequence import Sequence
 from da_jax.protocol.prompt import PromptMap
 
+pytestmark = pytest.mark.long
+
 CONFIG = EngineConfig(
     page_size=16, max_model_len=256, max_num_seqs=16, prefill_chunk=64, burst=8,
     max_waiting=64, kv_cache_bytes=14 * 2**20,

@@ -9,6 +9,8 @@ from da_jax.models import sharding, sizes
 from da_jax.models.config import Attention, GatedDelta, RopeConfig
 from da_jax.models.hf_config import parse
 
+pytestmark = pytest.mark.long
+
 # One for each kind of cache and layer, and each way in which heads divide; the rest is slow.
 QUICK = (
     "qwen3:2", "llama:8", "qwen3_5:2", "gemma3_1b:4", "gemma4_26b_moe:2", "gemma4_e2b:4",
