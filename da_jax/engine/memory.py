@@ -118,7 +118,7 @@ class MemoryPlan:
         parts = ", ".join(f"{name} {_size(value)}" for name, value in caches.items() if value)
         others = f", others {_size(room.others)}" if room.others else ""
         return [
-            f"{room.device}: memory {whole}, {100 * room.fraction:g} % usable; weights "
+            f"{room.device}: memory {whole}, {100 * room.fraction:g}% usable; weights "
             f"{_size(room.weights)}, workspace {_size(self.workspace)}{others}",
             f"caches {_size(self.caches)} in {self.kv_dtype}: {parts}",
             f"{self.page_tokens:,} tokens of context in all: {self.whole_sequences} of "
@@ -297,7 +297,7 @@ def _remedy(room: Room, config: EngineConfig, limited: bool) -> str:
     assert room.memory is not None
     less = [f"{name}='int8'" for name in ("kv_dtype", "weights") if getattr(config, name) == "auto"]
     return (
-        f"the budget is {100 * room.fraction:g} % of the {_size(room.memory)} of {room.device} "
+        f"the budget is {100 * room.fraction:g}% of the {_size(room.memory)} of {room.device} "
         f"less {_size(room.weights)} of weights, {_size(room.workspace)} that programs need and "
         f"{_size(room.others)} of other arrays"
         + (f"; {' and '.join(less)} take less" if less else "")
