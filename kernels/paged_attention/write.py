@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from da_jax.kernels.chips import current_target
 from da_jax.kernels.paged_attention.pool import (
     PACKED_LANES,
     VALUE_LANE,
@@ -43,6 +44,11 @@ def write_kv(
             f"k {k.shape}, v {v.shape}, pages {pages.shape}, slots {slots.shape} do not fit the "
             f"pool {form.shape}: k and v must be {want}"
         )
+    if pages.size == 1 and current_target().platform == "cpu":
+        # XLA turns a scatter of one token into another operation, for which it copies the pool.
+        k, v = (jnp.concatenate([x, x]) for x in (k, v))
+        pages = jnp.concatenate([pages, pages])
+        slots = jnp.concatenate([slots, jnp.full_like(slots, -1)])  # the second one is dropped
     # Negative indices would count from the end, and rows of scales are longer than a page.
     inside = (pages >= 0) & (slots >= 0) & (slots < form.page_size)
     pages = jnp.where(inside, pages, form.num_pages)

@@ -11,13 +11,13 @@ import pytest
 from da_jax.engine import compilations
 from da_jax.engine.rows import Shapes
 
+pytestmark = pytest.mark.long
+
 START = """
 import sys
 from da_jax import LLM, Style
 from support import tiny
 from da_jax.engine import compilations
-
-pytestmark = pytest.mark.long
 llm = LLM.from_pretrained(sys.argv[1], style=Style(**tiny.STYLE), max_model_len=256)
 llm.generate(["a b c"], "what?", forced="<local>", max_tokens=9, logprobs=3)
 print(compilations.count(), llm.compilations_after_warmup)

@@ -17,6 +17,8 @@ from da_jax.engine.sequence import Sequence
 from da_jax.protocol.modes import Arm, Mode
 from da_jax.protocol.prompt import PromptMap
 
+pytestmark = pytest.mark.long
+
 CHUNKS = [f"part {letter}: " + letter * (9 + 5 * i) for i, letter in enumerate("abcdef")]
 QUESTION = "which part?"
 EVERY = (1, 2, 3, 4, 5, 6)

@@ -4,6 +4,8 @@ import pytest
 
 from da_jax import RequestError
 
+pytestmark = pytest.mark.long
+
 CHUNKS = ["part a: aaaa", "part b: bbbb", "part c"]
 
 

@@ -19,6 +19,7 @@ from support.dense import dense_logits
 from da_jax import LLM, Style
 from da_jax.cache import pools, states
 from da_jax.checkpoints import hf
+from da_jax.engine.packing import pack
 from da_jax.engine.runner import Rows, Runner, Shapes, forward
 from da_jax.engine.sampling import SamplingRows
 from da_jax.kernels import chips
@@ -215,7 +216,7 @@ def test_programs_update_pages_and_rings_in_place(load, kv_dtype):
     )  # fmt: skip
     smallest = min(form.num_pages * form.page_bytes for form in plan.rings.values())
     for _, program, inputs in runner.programs():
-        lowered = program.lower(runner._state, runner.caches, runner._put(inputs))
+        lowered = program.lower(runner._state, runner.caches, runner._put(pack(inputs)))
         analysis = lowered.compile().memory_analysis()
         assert analysis.alias_size_in_bytes >= plan.bytes
         assert analysis.temp_size_in_bytes < smallest / 2

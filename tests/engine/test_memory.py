@@ -16,6 +16,8 @@ from da_jax.models import catalog, sizes
 from da_jax.models.dtypes import KV_DTYPES
 from da_jax.models.hf_config import parse
 
+pytestmark = pytest.mark.long
+
 NAMES = ("qwen3", "gemma3_1b", "gemma4_e2b", "gemma4_31b", "qwen3_5")
 MIB = 2**20
 

@@ -11,6 +11,8 @@ from support import tiny
 from da_jax import LLM, Done, EngineConfig, PrefillProgress, RequestError, Style
 from da_jax.engine.scheduler import QueueFull
 
+pytestmark = pytest.mark.long
+
 PAGE_BYTES = 16 * 3 * 2 * 128 * 4
 CHUNKS = [f"part {letter}: " + letter * 12 for letter in "abcd"]
 QUESTION = "which part?"

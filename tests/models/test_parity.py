@@ -12,10 +12,11 @@ from support.dense import dense_forward
 from da_jax.checkpoints import hf
 
 CAUSAL = np.tril(np.ones((references.LENGTH,) * 2, bool))
+CASES = (*references.MODELS, *SAME_AS)
 SHORT = 37  # valid tokens of a padded row
 
 
-@pytest.fixture(scope="module", params=references.CASES)
+@pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
     folder = references.write_folder(request.param, tmp_path_factory.mktemp(request.param))
     return request.param, folder, hf.load(folder, dtype=np.float32)
@@ -76,7 +77,7 @@ def test_right_padding_leaves_valid_tokens_unchanged(case, plain):
 
 
 @pytest.mark.skipif(not references.HAS_TORCH, reason="asks transformers, which needs torch")
-@pytest.mark.parametrize("name", references.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_form_that_is_called_transformers_is_what_transformers_saves(name, tmp_path):
     """So that loading both forms can be tested where there is no torch."""
     references.torch_save(references.write_folder(name, tmp_path / "published"), tmp_path / "saved")
