@@ -74,20 +74,6 @@ def test_what_sees_everything_has_no_room_to_use_up(arm):
     assert sequence_of(arm, 3).room is None
 
 
-@pytest.fixture
-def bursts(random_llm, monkeypatch):
-    """Tokens chosen in each burst, row 0."""
-    made, decode = [], random_llm.engine.runner.decode
-
-    def spy(rows, what):
-        choice = decode(rows, what)
-        made.append(int((choice.token[:, 0] >= 0).sum()))
-        return choice
-
-    monkeypatch.setattr(random_llm.engine.runner, "decode", spy)
-    return made
-
-
 SCRIPT = "<local>abc</local><focus " + "y" * 140 + '<focus magic_chunks="1">' + "x" * 30
 
 
