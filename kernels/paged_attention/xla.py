@@ -34,9 +34,9 @@ _FEW_ROWS = 48  # measured on CPU: with more rows per KV head one large product 
 # few rows are so short that a trip needs more of them to be worth a second core. Elsewhere a trip
 # should be long against the launch of its kernels.
 _CHUNK_BYTES = 400 << 10
-_CHUNK_BYTES_FEW_ROWS = 800 << 10
+_CHUNK_BYTES_FEW_ROWS = 1600 << 10
 _CHUNK_BYTES_ELSEWHERE = 1 << 25
-_REST = 4  # what long trips leave over is taken by trips of this part of their length
+_REST = 8  # what long trips leave over is taken by trips of this part of their length
 
 
 class _Chunk(NamedTuple):
@@ -76,6 +76,7 @@ def attend(
     form = layout_of(kv_pages, d)
     hkv, page_size, width = form.kv_heads, form.page_size, mask.page.shape[1]
     chunks = _chunks(t * hq, form, width, target)
+    few = t * hq // hkv <= _FEW_ROWS
     whole = _takes_whole_rows(t * hq, form, target)
     longest = chunks[0].entries
     padded = [jnp.pad(x, ((0, 0), (0, -width % longest))) for x in mask[:3]]
@@ -84,7 +85,8 @@ def attend(
 
     def sequence(args):
         q, page, span, block, count, length, q_len = args
-        rows = q.reshape(t, hkv, -1, d).swapaxes(0, 1).reshape(hkv, -1, d).astype(jnp.float32)
+        rows = q.reshape(t, hkv, -1, d).swapaxes(0, 1).reshape(hkv, -1, d)
+        rows = scale * rows.astype(jnp.float32)
         row = jnp.arange(rows.shape[1]) // (hq // hkv)
         query = jnp.where(row < q_len, length - q_len + row, -1)
         if whole:
@@ -98,8 +100,7 @@ def attend(
             seen = _within(position[:, None], query[:, None], query[:, None], window)
             wanted = _within(position, length - q_len, length - 1, window)
             k, v = _fetch(kv_pages, form, entry[0], wanted, chunk, whole)
-            tiled = jnp.broadcast_to(rows, (chunk.tiles, *rows.shape))
-            scores = scale * jnp.einsum("chrd,chkd->chrk", tiled, k, precision=precision)
+            scores = _products(rows, k, precision, keys_first=few)
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
             return _fold(state, jnp.where(seen[:, None], scores, -jnp.inf), v, precision)
@@ -197,6 +198,16 @@ def _fetch(
         rows = jnp.where(shown, tiled(rows).astype(jnp.float32), 0)
         return rows, rows
     return side(0), jnp.where(shown, side(1), 0)
+
+
+def _products(
+    rows: jax.Array, k: jax.Array, precision: lax.Precision, *, keys_first: bool
+) -> jax.Array:
+    """Products `[tiles, HKV, R, K]` of the rows `[HKV, R, D]` with keys `[tiles, HKV, K, D]`."""
+    tiled = jnp.broadcast_to(rows, (k.shape[0], *rows.shape))
+    if keys_first:  # a CPU multiplies a large matrix by a few columns twice as fast as turned round
+        return jnp.einsum("chkd,chrd->chkr", k, tiled, precision=precision).swapaxes(2, 3)
+    return jnp.einsum("chrd,chkd->chrk", tiled, k, precision=precision)
 
 
 def _nothing(rows: jax.Array) -> _State:
