@@ -44,11 +44,11 @@ class Ahead:
         (batch,) = engine.shapes.batches
         like = {"rows": runner.empty_rows(batch), "decode": runner.empty_decode(batch)}
 
-        def program(state: Any, caches: Any, inputs: Any, fed: Any, kept: Choice) -> Any:
+        def program(weights: Any, caches: Any, inputs: Any, fed: Any, kept: Choice) -> Any:
             given = unpack(inputs, like)
             decode = given["decode"]._replace(token=fed)
             caches, out = runner.decode_program(
-                state, caches=caches, rows=given["rows"], decode=decode
+                weights, caches=caches, rows=given["rows"], decode=decode
             )
             new = out.token >= 0
             merged = jax.tree.map(
@@ -66,7 +66,7 @@ class Ahead:
         with jax.default_matmul_precision(runner._precision):
             lowered = jax.jit(
                 program, donate_argnums=1, out_shardings=(runner._kept, runner._everywhere)
-            ).lower(runner._state, runner.caches, inputs, self._fed, self._nothing)
+            ).lower(runner.weights, runner.caches, inputs, self._fed, self._nothing)
         self._run = lowered.compile()
 
     def run(self, requests: Several[Request]) -> drive.Measured:
@@ -134,7 +134,7 @@ class Ahead:
             decode.position[row] = sequence.prompt_len + index - 1
             decode.forced[row] = sequence.request.forced[index]
         inputs = runner._put(pack({"rows": rows, "decode": decode}))
-        runner.caches, choice = self._run(runner._state, runner.caches, inputs, fed, kept)
+        runner.caches, choice = self._run(runner.weights, runner.caches, inputs, fed, kept)
         return choice
 
     def _receive(

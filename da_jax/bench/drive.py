@@ -187,7 +187,7 @@ def _furnish(engine: Engine, pages: np.ndarray) -> None:
         states=jax.tree.map(jnp.zeros_like, caches.states),
     )
     # Compiled programs take them from where they were.
-    engine.runner.caches = jax.device_put(filled, engine.runner._kept)
+    engine.runner.caches = jax.block_until_ready(jax.device_put(filled, engine.runner._kept))
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="repeat")

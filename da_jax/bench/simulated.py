@@ -52,18 +52,18 @@ class Simulated:
         empty = {"rows": runner.empty_rows(batch), "decode": runner.empty_decode(batch)}
         inputs = runner._put(pack(empty))
         nothing = jax.jit(
-            lambda state, caches, inputs: (caches, inputs[:1]),
+            lambda weights, caches, inputs: (caches, inputs[:1]),
             donate_argnums=1,
             keep_unused=True,
             out_shardings=(runner._kept, runner._everywhere),
         )
-        self._run = nothing.lower(runner._state, runner.caches, inputs).compile()
+        self._run = nothing.lower(runner.weights, runner.caches, inputs).compile()
         runner.decode = self._decode  # type: ignore[method-assign]
 
     def _decode(self, rows: Rows, decode: DecodeRows) -> Choice:
         runner = self._runner
         inputs = runner._put(pack({"rows": rows, "decode": decode}))
-        runner.caches, _ = self._run(runner._state, runner.caches, inputs)
+        runner.caches, _ = self._run(runner.weights, runner.caches, inputs)
         began = time.thread_time()
         choices = simulate(decode, runner._costs, runner._opens)
         self.steps += int((choices.token >= 0).any(1).sum())

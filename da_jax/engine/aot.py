@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from da_jax.cache import pools
@@ -151,7 +150,7 @@ def programs(
         flat = packing.pack(inputs)
         given = jax.ShapeDtypeStruct(flat.shape, flat.dtype, sharding=everywhere)
         with use_abstract_mesh(around):
-            traced = program.trace(nnx.state(model), made.caches, given)
+            traced = program.trace(made.weights, made.caches, given)
             return traced.lower(lowering_platforms=(machines.lowering(device),)).compile()
 
     names = {

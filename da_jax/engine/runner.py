@@ -79,6 +79,9 @@ class Runner:
       opens: bool [V], tokens whose text contains `<`.
       impl: attention backend, None to choose by platform.
       caches: what is allocated already, or only described; None allocates them.
+
+    Attributes:
+      weights: the parameters, as the leaves of the model's state.
     """
 
     def __init__(
@@ -93,13 +96,15 @@ class Runner:
         caches: pools.Caches | None = None,
     ):
         self.shapes, self.plan, self.impl = shapes, plan, impl
-        self._graph, self._state = nnx.split(model)
+        self._graph, state = nnx.split(model)
+        # Each call would take a state apart again, which costs more than the rest of the call.
+        self.weights, self._structure = jax.tree.flatten(state)
         self._vocabulary = model.config.vocab_size
         self._costs, self._opens = costs, opens
         # An accelerator would multiply float32 in bfloat16 passes; who asks for float32 wants it.
         exact = model.dtype == jnp.float32
         self._precision = "highest" if exact else "default"
-        self.mesh = parallel.mesh_of(jax.tree.leaves(self._state)[0])
+        self.mesh = parallel.mesh_of(self.weights[0])
         self._specs = cache_sharding.specs(model.config, plan)
         self._everywhere = NamedSharding(self.mesh, PartitionSpec())
         # The next call of a program takes the caches from where this one leaves them.
@@ -129,12 +134,12 @@ class Runner:
         """A program as the devices that share the model run it together.
 
         Args:
-          program: (state, caches, inputs) to (caches, outputs). Each device runs it on its part of
-            state and caches; inputs and outputs are the same on all.
+          program: (weights, caches, inputs) to (caches, outputs). Each device runs it on its part
+            of weights and caches; inputs and outputs are the same on all.
         """
         if self.mesh.size == 1:
             return program
-        weights = jax.tree.map(lambda leaf: leaf.sharding.spec, self._state)
+        weights = [leaf.sharding.spec for leaf in self.weights]
         everywhere = PartitionSpec()
         return jax.shard_map(
             program, mesh=self.mesh, in_specs=(weights, self._specs, everywhere),
@@ -188,7 +193,7 @@ class Runner:
 
     def _run(self, which: tuple[str, int], packed: np.ndarray) -> Any:
         run = self._compiled[which]
-        self.caches, result = run(self._state, self.caches, self._put(packed))
+        self.caches, result = run(self.weights, self.caches, self._put(packed))
         return result
 
     def follow(self) -> None:
@@ -213,7 +218,7 @@ class Runner:
     def programs(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         """Every program that ever runs: (kind, program, inputs that change nothing).
 
-        A program takes (state, caches, packed inputs) and returns (caches, what it chose).
+        A program takes (weights, caches, packed inputs) and returns (caches, what it chose).
         """
         for size in self.shapes.chunks:
             inputs = self._prefill_inputs(size, self.empty_rows(1))
@@ -228,8 +233,8 @@ class Runner:
 
     def _packed(self, program: Callable[..., Any], like: dict[str, Any]) -> Any:
         @functools.wraps(program)
-        def run(state: Any, caches: pools.Caches, inputs: jax.Array) -> Any:
-            return program(state, caches=caches, **unpack(inputs, like))
+        def run(weights: list[jax.Array], caches: pools.Caches, inputs: jax.Array) -> Any:
+            return program(weights, caches=caches, **unpack(inputs, like))
 
         del run.__wrapped__  # its signature is another
         out = self._kept, self._everywhere
@@ -248,7 +253,7 @@ class Runner:
         ):
             compiling = []
             for kind, program, inputs in work:
-                lowered = program.lower(self._state, self.caches, self._put(pack(inputs)))
+                lowered = program.lower(self.weights, self.caches, self._put(pack(inputs)))
                 compiling.append((kind, inputs, compilers.submit(lowered.compile)))
             for done, (kind, inputs, compiled) in enumerate(compiling, 1):
                 self._compiled[kind, program_size(kind, inputs)] = compiled.result()
@@ -307,10 +312,10 @@ class Runner:
         }
 
     def prefill_program(
-        self, state, *, caches, tokens, position, q_lens, rows, forced, allowed, wants_top
+        self, weights, *, caches, tokens, position, q_lens, rows, forced, allowed, wants_top
     ):
         """What `prefill` compiles."""
-        model = nnx.merge(self._graph, state)
+        model = self.model(weights)
         held = states.take(caches, rows.slot, position)
         hidden, held, entries = forward(
             model, self.plan, held, tokens, position, q_lens, rows, impl=self.impl
@@ -322,9 +327,9 @@ class Runner:
         choice = self._choose(model, last, seen, allowed, rows.sampling, wants_top, entries, forced)
         return caches, jax.tree.map(lambda x: x[None], choice)  # as of a burst of one step
 
-    def decode_program(self, state, *, caches, rows, decode):
+    def decode_program(self, weights, *, caches, rows, decode):
         """What `decode` compiles."""
-        model = nnx.merge(self._graph, state)
+        model = self.model(weights)
         batch, burst = decode.forced.shape
         allowed = unpacked(decode.allowed, self._vocabulary)
         costs, opens = jnp.asarray(self._costs), jnp.asarray(self._opens)
@@ -385,10 +390,14 @@ class Runner:
         end = jax.lax.while_loop(running, body, start)
         return states.put(caches, end.held, rows.slot), end.out
 
-    def copy_program(self, state, *, caches, source, target):
+    def copy_program(self, weights, *, caches, source, target):
         """What `copy` compiles."""
-        del state
+        del weights
         return states.copy(caches, source, target, self.plan.num_slots), None
+
+    def model(self, weights: list[jax.Array]) -> Decoder:
+        """The model with these parameters, which may be traced."""
+        return nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights))
 
     def _empty_choice(self, batch: int) -> Choice:
         return Choice(

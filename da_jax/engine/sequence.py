@@ -86,7 +86,7 @@ class View:
 
     def entries(self, length: int) -> int:
         """Entries that hold a token before position `length`."""
-        return int(np.searchsorted(self.first, length))
+        return int(self.first.searchsorted(length))
 
 
 class Sequence:
@@ -105,6 +105,7 @@ class Sequence:
 
     Attributes:
       rank: who goes first, the smallest: priority, then arrival.
+      prompt_len: tokens of the prompt.
       pages: int32, physical pages in order; they grow with the sequence.
       slot: where its rings and states are; -1 while it waits.
       cached: tokens of prompt and response that are in the cache.
@@ -129,6 +130,7 @@ class Sequence:
         guides: Guides | None = None,
     ):
         self.request_id, self.request = request_id, request
+        self.prompt_len = len(request.prompt.ids)
         self.rank: tuple[float, int] = (request.priority, request_id)
         self.max_len, self.stop_ids, self.key = max_len, stop_ids, key
         self.pages, self.slot = np.zeros(0, np.int32), -1
@@ -174,11 +176,6 @@ class Sequence:
         if first is not views[0][1]:
             views.append((self.prompt_len - 1, first))
         return views
-
-    @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt.ids)
 
     @property
     def tokens_left(self) -> int:

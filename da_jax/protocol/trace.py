@@ -39,9 +39,7 @@ class Trace:
         self.prompt_tokens = prompt_tokens
         self.steps: list[Step] | None = [] if log else None
         """The decode steps in order; None without `log`."""
-        self._tokens = dict.fromkeys(Mode, 0)
-        self._attended = dict.fromkeys(Mode, 0)
-        self._read = dict.fromkeys(Mode, 0)
+        self._sums = {mode: [0, 0, 0] for mode in Mode}  # tokens, attended, read
         self._vanilla = 0
         self._count = 0
 
@@ -57,7 +55,7 @@ class Trace:
         if self._count:
             raise RuntimeError("the first token is already recorded; use one Trace per response")
         self._count = 1
-        self._tokens[mode] = 1
+        self._sums[mode][0] = 1
 
     def record(self, mode: Mode, attended: int, read: int) -> None:
         """Records one decode step.
@@ -80,9 +78,10 @@ class Trace:
                 "exist; record each step once, in order"
             )
         self._count += 1
-        self._tokens[mode] += 1
-        self._attended[mode] += attended
-        self._read[mode] += read
+        sums = self._sums[mode]
+        sums[0] += 1
+        sums[1] += attended
+        sums[2] += read
         self._vanilla += vanilla
         if self.steps is not None:
             self.steps.append(Step(mode, attended, read, vanilla))
@@ -90,7 +89,7 @@ class Trace:
     @property
     def attended(self) -> int:
         """Attended tokens of the response so far."""
-        return sum(self._attended.values())
+        return sum(attended for _, attended, _ in self._sums.values())
 
     def summary(self, stats: Stats, finish_reason: str | None = None) -> dict[str, Any]:
         """Sums the response up in values that JSON can hold.
@@ -108,9 +107,9 @@ class Trace:
         """
         return {
             "prompt_tokens": self.prompt_tokens,
-            "tokens": _by_mode(self._tokens),
-            "attended": _by_mode(self._attended),
-            "read": _by_mode(self._read),
+            "tokens": self._by_mode(0),
+            "attended": self._by_mode(1),
+            "read": self._by_mode(2),
             "attended_vanilla": self._vanilla,
             "reduction": 1 - self.attended / self._vanilla if self._vanilla else 0.0,
             "transitions": stats.transitions,
@@ -126,6 +125,6 @@ class Trace:
             "finish_reason": finish_reason,
         }
 
-
-def _by_mode(counts: dict[Mode, int]) -> dict[str, int]:
-    return {"total": sum(counts.values())} | {mode.value: n for mode, n in counts.items()}
+    def _by_mode(self, which: int) -> dict[str, int]:
+        counts = {mode.value: sums[which] for mode, sums in self._sums.items()}
+        return {"total": sum(counts.values())} | counts

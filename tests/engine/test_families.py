@@ -82,7 +82,7 @@ def test_per_layer_embeddings_on_the_host_change_nothing(tmp_path, weights):
         )  # fmt: skip
         found[where] = [response.token_ids for response in responses(llm, requests_of(llm)[:3])]
         assert llm.compilations_after_warmup == 0
-        table = llm.engine.runner._state["per_layer_embedding"].get_value()
+        table = llm.engine.runner.model(llm.engine.runner.weights).per_layer_embedding.get_value()
         assert host_table.on_host(table) == (where == "host")
     assert found["device"] == found["host"]
 

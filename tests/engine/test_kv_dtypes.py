@@ -197,7 +197,7 @@ def test_the_plan_is_what_is_allocated(engines, name):
     assert nbytes(caches.pages) == memory.pages
     assert nbytes(caches.rings) == memory.rings + memory.snapshots
     assert bool(memory.snapshots) == (name != "qwen3")
-    assert nbytes(llm.engine.runner._state) == memory.room.weights
+    assert nbytes(llm.engine.runner.weights) == memory.room.weights
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float32"])
@@ -216,7 +216,7 @@ def test_programs_update_pages_and_rings_in_place(load, kv_dtype):
     )  # fmt: skip
     smallest = min(form.num_pages * form.page_bytes for form in plan.rings.values())
     for _, program, inputs in runner.programs():
-        lowered = program.lower(runner._state, runner.caches, runner._put(pack(inputs)))
+        lowered = program.lower(runner.weights, runner.caches, runner._put(pack(inputs)))
         analysis = lowered.compile().memory_analysis()
         assert analysis.alias_size_in_bytes >= plan.bytes
         assert analysis.temp_size_in_bytes < smallest / 2

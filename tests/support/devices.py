@@ -73,7 +73,6 @@ def measure(case: str, devices: int, folder: Path) -> dict[str, Any]:
     """
     import jax
     import jax.numpy as jnp
-    from flax import nnx
 
     from da_jax.cache import pools, states
     from da_jax.checkpoints import hf
@@ -96,9 +95,9 @@ def measure(case: str, devices: int, folder: Path) -> dict[str, Any]:
     forms = Shapes((1,), (1,), 1, blocks + 4, blocks, 1)
     runner = Runner(model, forms, plan, costs=nothing, opens=nothing)
 
-    def program(state, caches, inputs):
+    def program(weights, caches, inputs):
         rows, position = inputs["rows"], inputs["position"]
-        model = nnx.merge(runner._graph, state)
+        model = runner.model(weights)
         held = states.take(caches, rows.slot, position)
         hidden, held, _ = forward(
             model, plan, held, inputs["tokens"], position, inputs["q_lens"], rows, impl=None
@@ -109,7 +108,7 @@ def measure(case: str, devices: int, folder: Path) -> dict[str, Any]:
         runner.on_devices(program), compiler_options={"xla_backend_optimization_level": 0}
     )
     used = lambda tree: per_device(jax.tree.leaves(tree), mesh)
-    out = {"weights": used(runner._state), "caches": used(runner.caches), "planned": plan.bytes}
+    out = {"weights": used(runner.weights), "caches": used(runner.caches), "planned": plan.bytes}
     large = [(path, leaf.get_value()) for path, leaf in hf.flat_parameters(model).items()]
     out["whole"] = sorted(
         {
@@ -132,14 +131,14 @@ def measure(case: str, devices: int, folder: Path) -> dict[str, Any]:
         rows = Rows(tables, mask, SLOTS, SamplingRows(*[np.zeros(0)] * 6))
         inputs = dict(tokens=tokens, position=at, q_lens=np.asarray(sizes, np.int32), rows=rows)
         if at[0] == references.LENGTH - 1:
-            lowered = run.lower(runner._state, caches, inputs)
+            lowered = run.lower(runner.weights, caches, inputs)
             text = lowered.as_text()
             out |= {"sums": text.count("stablehlo.all_reduce"), "compiled": {}}
             out["gathers"] = text.count("stablehlo.all_gather")
             out["compiled"] = collectives(lowered.compile().as_text())
             only = _attention_only(runner, config, inputs, caches)
             out["attention"] = collectives(only.compile().as_text())
-        caches, found = run(runner._state, caches, inputs)
+        caches, found = run(runner.weights, caches, inputs)
         for row, size in enumerate(sizes):
             logits[row, at[row] : at[row] + size] = found[row, :size]
         at = at + np.asarray(sizes, np.int32)
@@ -158,7 +157,7 @@ def _attention_only(runner, config, inputs, caches):
     layer, plan = config.layers_of("full")[0], runner.plan
     mixer = config.layers[layer].mixer
 
-    def program(state, caches, inputs):
+    def program(weights, caches, inputs):
         rows = inputs["rows"]
         step = StepCache(
             config, plan, caches, block_table=rows.block_table, mask=rows.mask, slot=rows.slot,
@@ -174,7 +173,7 @@ def _attention_only(runner, config, inputs, caches):
     inputs = {name: x for name, x in inputs.items() if name != "tokens"}
     inputs |= {"q": jnp.ones((ROWS, 1, heads, mixer.head_dim))}
     inputs |= {"k": jnp.ones((ROWS, 1, keys, mixer.head_dim))}
-    return jax.jit(runner.on_devices(program)).lower(runner._state, caches, inputs)
+    return jax.jit(runner.on_devices(program)).lower(runner.weights, caches, inputs)
 
 
 def engine(folder: Path, devices: int, replicas: int = 1):
