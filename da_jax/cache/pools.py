@@ -105,7 +105,15 @@ class CachePlan:
 
 
 class PlanError(ValueError):
-    """The budget does not hold the slots and one whole sequence; says what would fit."""
+    """The budget does not hold the slots and one whole sequence; says what would fit.
+
+    Attributes:
+      least_bytes: the smallest budget that does.
+    """
+
+    def __init__(self, words: str, least_bytes: int):
+        super().__init__(words)
+        self.least_bytes = least_bytes
 
 
 def plan(
@@ -148,7 +156,7 @@ def plan(
     if sizes.page_bytes:
         num_pages = min(num_pages, max(free, 0) // sizes.page_bytes)
     if num_pages < blocks or free < 0:
-        raise PlanError(_too_small(sizes, max_tokens, sequences, snapshots, budget_bytes))
+        raise _too_small(sizes, max_tokens, sequences, snapshots, budget_bytes)
     return CachePlan(
         page_size=page_size,
         num_pages=num_pages,
@@ -164,27 +172,6 @@ def plan(
         states={layer: sizes.state(layer, slots) for layer in config.layers_of("recurrent")},
         devices=devices,
     )
-
-
-def least_bytes(
-    config: ModelConfig,
-    *,
-    page_size: int,
-    max_tokens: int,
-    sequences: int,
-    longest_step: int,
-    dtype: DTypeLike,
-    kv_dtype: DTypeLike,
-    snapshots: int,
-    devices: int,
-) -> int:
-    """The smallest budget that `plan` accepts: one whole sequence, and all slots."""
-    part = sharding.part(config, devices)
-    sizes, blocks = (
-        _Sizes(part, page_size, longest_step, dtype, kv_dtype),
-        -(-max_tokens // page_size),
-    )
-    return blocks * sizes.page_bytes + (sequences + snapshots) * sizes.slot_bytes(blocks)
 
 
 def allocate(plan: CachePlan) -> Caches:
@@ -257,7 +244,9 @@ def _nbytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _too_small(sizes: _Sizes, tokens: int, sequences: int, snapshots: int, budget: int) -> str:
+def _too_small(
+    sizes: _Sizes, tokens: int, sequences: int, snapshots: int, budget: int
+) -> PlanError:
     mib = lambda size: f"{size / 2**20:,.1f} MiB"
     blocks = -(-tokens // sizes.page_size)
     pages, slots = blocks * sizes.page_bytes, sequences + snapshots
@@ -270,9 +259,10 @@ def _too_small(sizes: _Sizes, tokens: int, sequences: int, snapshots: int, budge
             + f" keep {mib(slots * sizes.ring_bytes(blocks))} of sliding windows and "
             f"{mib(slots * sizes.state_bytes)} of recurrent states"
         )
-    return (
+    return PlanError(
         f"{mib(total)} of cache are needed, the budget is {mib(max(budget, 0))}: "
-        f"{', and '.join(parts)}; {_what_fits(sizes, tokens, sequences, snapshots, budget)}"
+        f"{', and '.join(parts)}; {_what_fits(sizes, tokens, sequences, snapshots, budget)}",
+        total,
     )
 
 

@@ -208,9 +208,7 @@ def plan_for(
         longest_step=max(shapes.chunks), dtype=dtype, kv_dtype=kv_dtype,
         snapshots=_snapshots(config, model), devices=config.tensor_parallel,
     )  # fmt: skip
-    limit = config.kv_cache_bytes
-    if limit is None and most is not None:
-        limit = max(most, pools.least_bytes(model, **needs))
+    limit = most if config.kv_cache_bytes is None else config.kv_cache_bytes
     known = [size for size in (limit, room.free) if size is not None]
     if not known:
         raise ValueError(
@@ -220,6 +218,11 @@ def plan_for(
     try:
         caches = pools.plan(model, budget_bytes=min(known), **needs)
     except pools.PlanError as error:
+        if config.kv_cache_bytes is None and most is not None and most < error.least_bytes:
+            return plan_for(
+                model, config, room, shapes, max_len, dtype=dtype, kv_dtype=kv_dtype,
+                most=error.least_bytes,
+            )  # fmt: skip
         limited = room.free is None or (limit is not None and limit < room.free)
         raise ValueError(f"{error}; {_remedy(room, config, limited)}") from error
     of_sequences = lambda size: size * caches.sequences // caches.num_slots

@@ -33,6 +33,17 @@ def test_a_budget_limits_the_pool_and_too_small_a_one_is_refused():
         plan(budget_bytes=6 * PAGE_BYTES)
 
 
+@pytest.mark.parametrize("snapshots", [0, 2])
+@pytest.mark.parametrize("case", ["qwen3", "gemma4_31b", "gemma4_e2b", "qwen3_5"])
+def test_a_refusal_says_the_smallest_budget_that_is_not_refused(case, snapshots):
+    with pytest.raises(pools.PlanError) as refused:
+        plan(case, budget_bytes=0, snapshots=snapshots)
+    least = refused.value.least_bytes
+    assert plan(case, budget_bytes=least, snapshots=snapshots).bytes == least
+    with pytest.raises(pools.PlanError):
+        plan(case, budget_bytes=least - 1, snapshots=snapshots)
+
+
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("case", ["qwen3", "gemma4_31b", "gemma4_e2b", "qwen3_5"])
 def test_caches_are_zeroed_buffers_of_the_planned_size(case, kv_dtype):

@@ -159,6 +159,18 @@ def test_a_limit_of_the_platform_gives_way_to_kv_cache_bytes():
     assert more.page_tokens == 1280
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_limit_of_the_platform_gives_way_to_one_whole_sequence(name):
+    config = EngineConfig()
+    plan, caches = planned(name, config, room_of(2**40), 3000, most=1)
+    assert plan.caches == caches.bytes == needs(name, config, 3000)
+    assert plan.page_tokens == 3008  # whole pages of 64
+    room = room_of(plan.caches - 1)
+    with pytest.raises(ValueError, match=r" fits.*; the budget is 100% of the") as refused:
+        planned(name, config, room, 3000, most=1)
+    check_remedy(str(refused.value), name, config, room, 3000)
+
+
 def test_copies_of_the_caches_that_programs_make_are_left_room_for():
     room = dataclasses.replace(room_of(400 * MIB), copies=3.0)
     assert room.free == 100 * MIB
