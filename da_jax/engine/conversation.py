@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,8 @@ class Conversation:
     copied stay visible in every later mode, while its tags are text in a prompt and do not act.
     Thoughts are left out where the chat template knows them.
 
+    A question is asked when the one before is answered: its prompt holds that answer.
+
     Args:
       llm: the model.
       documents: a text, or a list of chunks, that stand first; None for none.
@@ -37,6 +41,7 @@ class Conversation:
         self._options = {"system": system, **options}
         self._turns: list[dict[str, Any]] = []
         self._added: list[str | Chunk] = []
+        self._turn: weakref.ref[Generator[Event, None, None]] | None = None  # being answered
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -58,6 +63,7 @@ class Conversation:
 
         Raises:
           RequestError, ValueError: as `LLM.generate`; the conversation is then as before.
+          RuntimeError: as `stream`.
         """
         *_, done = self.stream(question, **options)
         assert isinstance(done, Done)
@@ -68,14 +74,26 @@ class Conversation:
 
         Question and answer enter the history with `Done`; of an iterator that is closed before,
         nothing is kept, and the chunks that were added wait for the next question.
+
+        Raises:
+          RequestError, ValueError: as `LLM.stream`.
+          RuntimeError: another question of this conversation is still being answered.
         """
         _check(options)
+        turn = self._turn and self._turn()
+        if turn and inspect.getgeneratorstate(turn) != inspect.GEN_CLOSED:
+            raise RuntimeError(
+                f"the question {question!r} needs the answer before it in its prompt, which is "
+                "still being streamed; read that stream up to `Done`, or close it"
+            )
         chunks = tuple(self._added)
         events = self._llm.stream(
             self._documents, question, history=self.history, chunks=chunks,
             **{**self._options, **options},
         )  # fmt: skip
-        return self._follow(events, question, chunks)
+        turn = self._follow(events, question, chunks)
+        self._turn = weakref.ref(turn)  # one that is dropped is closed
+        return turn
 
     def _follow(
         self, events: Generator[Event, None, None], question: str, chunks: Sequence[str | Chunk]
@@ -89,6 +107,7 @@ class Conversation:
                         {"role": "assistant", "content": event.response.text},
                     ]
                     del self._added[: len(chunks)]
+                    self._turn = None
                 yield event
         finally:
             events.close()

@@ -106,6 +106,42 @@ def test_a_text_is_cut_and_chunks_added_meanwhile_wait(random_llm, prompts):
     assert prompts[-1].numbers == (1, 2)
 
 
+def test_a_question_waits_for_the_answer_before_it(random_llm, prompts):
+    conversation = random_llm.conversation(**OPTIONS)
+    conversation.add(["one"])
+    stream = conversation.stream("a?")
+    for _ in range(2):  # before it starts, and while it runs
+        with pytest.raises(RuntimeError, match=r"'b\?' needs the answer before it.*or close it"):
+            conversation.stream("b?")
+        with pytest.raises(RuntimeError, match=r"'c\?' needs the answer"):
+            conversation.ask("c?")
+        next(stream)
+    assert len(prompts) == 1 and conversation.history == []
+    while not isinstance(next(stream), Done):
+        pass
+    conversation.add(["two"])
+    conversation.ask("b?")  # though nobody closed the stream
+    assert [turn["content"] for turn in conversation.history[::2]] == ["a?", "b?"]
+    assert [turn["chunks"] for turn in conversation.history[::2]] == [("one",), ("two",)]
+    assert prompts[-1].numbers == (1, 2)
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_a_stream_that_is_closed_or_dropped_makes_way(random_llm, started, end):
+    conversation = random_llm.conversation(["one"], **OPTIONS)
+    stream = conversation.stream("a?")
+    if started:
+        next(stream)
+    if end == "close":
+        stream.close()
+    else:
+        del stream
+    conversation.ask("b?")
+    assert [turn["content"] for turn in conversation.history[::2]] == ["b?"]
+    assert random_llm.engine.idle
+
+
 def test_the_history_is_a_copy(random_llm):
     conversation = random_llm.conversation(["one"], **OPTIONS)
     conversation.ask("a?")
