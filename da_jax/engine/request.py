@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, get_args
 
 from da_jax.engine.config import MAX_LOGPROBS, MAX_STOP_IDS
@@ -90,7 +91,8 @@ class Request:
       answer_mode: what `<answer>` does: `local`, `keep` or `global`.
       scaffold: what stays visible besides chunks: `all`, or `paper` (16 tokens and the question).
       priority: smaller goes first; among equals whoever came first.
-      deadline: seconds after it was added; then it ends with what it has. None for no deadline.
+      deadline: seconds after it was added; then it ends with what it has. None, or infinity, for no
+        deadline.
       initial: the mode that the response starts in, its first token included; its own tags act
         from there, and the end of its thoughts widens. None is GLOBAL. Arm `da` only.
       visible: numbers of the chunks that the whole response sees, its first token included,
@@ -114,6 +116,8 @@ class Request:
             raise ValueError(f"priority is {self.priority!r}; it must be a whole number")
         if self.deadline is not None and not self.deadline > 0:
             raise ValueError(f"deadline is {self.deadline!r}; it must be seconds above 0, or None")
+        if self.deadline == math.inf:  # the engine would remember it for ever
+            object.__setattr__(self, "deadline", None)
         for name, choices in (("answer_mode", AnswerMode), ("scaffold", Scaffold)):
             if getattr(self, name) not in get_args(choices):
                 known = ", ".join(get_args(choices))

@@ -1,6 +1,7 @@
 """Who runs when, who gives way, and that nobody's result depends on it."""
 
 import dataclasses
+import math
 import random
 import signal
 
@@ -160,9 +161,24 @@ def test_a_deadline_ends_a_request_wherever_it_is(random_llm, engine, steps):
     assert by_id[stays].finish_reason == "length"
 
 
+def test_an_infinite_deadline_never_comes_and_is_not_remembered(random_llm, engine, monkeypatch):
+    monkeypatch.setattr(engine, "_deadlines", [])
+    number = engine.add(request(random_llm, max_tokens=3, deadline=math.inf))
+    assert engine._deadlines == []
+    engine._clock.now += 1e300
+    (done,) = (event for event in finish(engine) if isinstance(event, Done))
+    assert done.request_id == number and done.response.finish_reason == "length"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"deadline": 0}, "deadline is 0"), ({"priority": 1.5}, "priority is 1.5")],
+    [
+        ({"deadline": 0}, "deadline is 0"),
+        ({"deadline": -1.5}, "deadline is -1.5"),
+        ({"deadline": -math.inf}, "deadline is -inf"),
+        ({"deadline": math.nan}, "deadline is nan"),
+        ({"priority": 1.5}, "priority is 1.5"),
+    ],
 )
 def test_bad_settings_name_the_value(random_llm, options, words):
     with pytest.raises(ValueError, match=words):
