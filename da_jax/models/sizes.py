@@ -409,8 +409,8 @@ def workspace_bytes(config: ModelConfig, use: Use) -> int:
 
     The activations alive at once in the widest layer; the logits and what sampling sorts of them;
     the recurrent states of a batch, which a burst carries; one matrix of a layer in another layout
-    or dtype; and what compilers take whatever the model is. `da-jax bench aot --model` compares it
-    with compiled programs.
+    or dtype; the head in float32 where the rest is float16; and what compilers take whatever the
+    model is. `da-jax bench aot --model` compares it with compiled programs.
     """
     width = max(_layer_width(config, layer) for layer in config.layers)
     if config.per_layer_inputs:
@@ -418,10 +418,14 @@ def workspace_bytes(config: ModelConfig, use: Use) -> int:
     activations = max(use.prefill_chunk, use.batch) * (width + 4 * config.hidden_size)
     inside = [t for t in tensors(config) if t.path.startswith("layers.") and t.read == "step"]
     states = use.batch * state_bytes_per_sequence(config, itemsize=use.itemsize)
+    # XLA for a GPU multiplies one row by a float16 matrix in float32, all of the matrix at once;
+    # by an int8 one too, unless it is the embedding, which is taken in parts.
+    head = 4 * config.vocab_size * config.hidden_size if use.dtype == "float16" else 0
     return (
         use.itemsize * (2 * activations + 2 * max(t.size for t in inside))
         + _LOGITS * 4 * use.batch * config.vocab_size
         + 2 * states
+        + head
         + _COMPILER
     )
 

@@ -324,6 +324,22 @@ def test_a_t4_has_no_bfloat16():
     assert gemma["L4"].dtype == "bfloat16" and gemma["L4"].note == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "batch", "int8", "needed_megabytes"),
+    [
+        ("Qwen3-0.6B", 1, False, 627.5),
+        ("Qwen3-0.6B", 8, False, 627.2),
+        ("SmolLM2-135M", 4, False, 117.7),
+        ("Qwen3-8B", 1, True, 2494.6),  # a head of its own
+    ],
+)
+def test_a_float16_head_is_widened_to_multiply_one_row(name, batch, int8, needed_megabytes):
+    """What `da-jax bench aot --model NAME --target T4` says that the larger program needs."""
+    use = sizes.Use(batch=batch, dtype="float16", int8=int8)
+    kept = sizes.workspace_bytes(config_of(name), use) / 1e6
+    assert needed_megabytes < kept < needed_megabytes + 500
+
+
 def test_every_chip_of_the_kernels_has_its_memory():
     from da_jax.kernels.chips import CHIPS
 
