@@ -57,8 +57,8 @@ def run_model(
     """Prints the rows of a model's programs; the exit code is 1 if any is not ok."""
     from da_jax.engine import aot
 
-    if weights not in ("bf16", "int8"):
-        raise ValueError(f"--weights is {weights!r}; it must be bf16 or int8")
+    if weights not in ("auto", "int8"):
+        raise ValueError(f"--weights is {weights!r}; it must be auto or int8")
     if not targets:
         raise ValueError("name at least one --target with --model, such as --target v5e")
     with Console(stderr=True).status("Compiling; a large model takes minutes a target"):

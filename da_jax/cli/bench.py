@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def shape(
-    q_heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: str, kv_dtype: str | None
+    q_heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: str, kv_dtype: str
 ) -> Shape:
     """The layer to time.
 
@@ -34,6 +34,7 @@ def shape(
     from da_jax.kernels.paged_attention.mask import MAX_PAGE_SIZE
     from da_jax.kernels.paged_attention.pool import DTYPES
     from da_jax.kernels.paged_attention.support import Q_DTYPES
+    from da_jax.models.dtypes import KV_DTYPES
 
     sizes = (q_heads, kv_heads, head_dim, page_size)
     if min(sizes) < 1 or q_heads % kv_heads:
@@ -47,11 +48,11 @@ def shape(
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     for name, value, allowed in (
         ("--dtype", dtype, Q_DTYPES),
-        ("--kv-dtype", kv_dtype or dtype, DTYPES),
+        ("--kv-dtype", kv_dtype, dict.fromkeys((*KV_DTYPES, *DTYPES))),
     ):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-    return bench.Shape(*sizes, dtype, kv_dtype)
+    return bench.Shape(*sizes, dtype, KV_DTYPES.get(kv_dtype, kv_dtype))
 
 
 def attention(

@@ -22,7 +22,7 @@ _VISIBLE = 0.1  # of the context, for the bound on the speed-up
 
 
 def run(
-    model: str, as_json: bool, *, batch: int, context: int | None, dtype: str, weights: str | None,
+    model: str, as_json: bool, *, batch: int, context: int | None, dtype: str, weights: str,
     kv_dtype: str, page_size: int, prefill_chunk: int, mesh: int,
 ) -> None:  # fmt: skip
     """Prints what is known of a model; the arguments are those of the command.
@@ -30,12 +30,10 @@ def run(
     Raises:
       ValueError: for a model that is not known, or an argument out of range.
     """
-    if weights not in (None, "bf16", "int8"):
-        raise ValueError(f"--weights is {weights!r}; it must be bf16 or int8")
-    if weights == "bf16" and dtype != "bfloat16":
+    if weights not in ("auto", "int8"):
         raise ValueError(
-            f"--weights bf16 with --dtype {dtype}: weights are int8 or have the dtype of the "
-            "activations; leave --weights out"
+            f"--weights is {weights!r}; it must be int8, or auto: what the checkpoint says, int8 "
+            "or --dtype"
         )
     if mesh < 1:
         raise ValueError(f"--mesh is {mesh}; it must be at least 1")

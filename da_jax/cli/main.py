@@ -25,6 +25,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 KvDtype = Annotated[
     str, typer.Option(help="Of keys and values: auto (that of the model), or 8 bits: int8, fp8.")
 ]
+Weights = Annotated[str, typer.Option(help="auto, or int8 for matrices in 8 bits.")]
 _DEFAULT = EngineConfig()
 
 
@@ -85,9 +86,7 @@ def generate(
         int, typer.Option(help="Tokens of a prefill step.")
     ] = _DEFAULT.prefill_chunk,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = _DEFAULT.dtype,
-    weights: Annotated[
-        str, typer.Option(help="auto, or int8 for matrices in 8 bits.")
-    ] = _DEFAULT.weights,
+    weights: Weights = _DEFAULT.weights,
     kv_dtype: KvDtype = _DEFAULT.kv_dtype,
     kv_cache_bytes: Annotated[
         int | None,
@@ -182,11 +181,12 @@ def info(
         int | None, typer.Option(help="Tokens of each sequence; 32768 or what the model has.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of activations and KV cache: bfloat16, float16, float32.")
+        str,
+        typer.Option(
+            help="bfloat16, float16 or float32: of all but what --weights and --kv-dtype say."
+        ),
     ] = "bfloat16",
-    weights: Annotated[
-        str | None, typer.Option(help="bf16 or int8; by default they have --dtype.")
-    ] = None,
+    weights: Weights = _DEFAULT.weights,
     kv_dtype: KvDtype = _DEFAULT.kv_dtype,
     page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = _DEFAULT.page_size,
     prefill_chunk: Annotated[
@@ -226,11 +226,9 @@ def attention(
         str, typer.Option(help="Of the queries: float32, bfloat16, float16; auto by device.")
     ] = "auto",
     kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of the pages, by default that of the queries; also int8, float8_e4m3fn."
-        ),
-    ] = None,
+        str,
+        typer.Option(help="Of the pages: auto (that of the queries), another of these, int8, fp8."),
+    ] = _DEFAULT.kv_dtype,
     tune: Annotated[
         bool,
         typer.Option(
@@ -249,27 +247,41 @@ def attention(
 
 @bench.command()
 def aot(
+    arguments: typer.Context,
     target: Annotated[
         list[str] | None, typer.Option(help="Chip such as H200, A100, v5e, TPU7x; may be repeated.")
     ] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Backend; may be repeated.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="The whole matrix; many minutes.")] = False,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Without --model: backend; may be repeated.")
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Without --model: the whole matrix; many minutes.")
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option(help="Compile prefill and decode of a model instead, named as for `info`."),
     ] = None,
     batch: Annotated[int, typer.Option(help="With --model: sequences.")] = 8,
     context: Annotated[int, typer.Option(help="With --model: tokens of a sequence.")] = 32_768,
-    weights: Annotated[str, typer.Option(help="With --model: bf16 or int8.")] = "bf16",
+    weights: Annotated[
+        str, typer.Option(help="With --model: auto, or int8 for matrices in 8 bits.")
+    ] = _DEFAULT.weights,
     tensor_parallel: Annotated[
         int, typer.Option(help="With --model: devices that share it, 8 TPUs or 4 GPUs at most.")
     ] = 1,
-    kv_dtype: KvDtype = _DEFAULT.kv_dtype,
+    kv_dtype: Annotated[
+        str, typer.Option(help="With --model: keys and values, auto, int8 or fp8.")
+    ] = _DEFAULT.kv_dtype,
     json_: Json = False,
 ) -> None:
     """Compile for TPUs and GPUs that are not there: the attention kernels, or a whole model."""
     from da_jax.cli import aot as command
 
+    of_model = ("batch", "context", "weights", "tensor_parallel", "kv_dtype")
+    if model is None and (given := _given(arguments, *of_model)):
+        raise ValueError(f"{given}: kernels have no such option; name a --model, or leave it out")
+    if model is not None and (given := _given(arguments, "backend", "full")):
+        raise ValueError(f"{given}: only without --model, whose backend is that of the target")
     if model is None:
         command.run(target, backend, full, json_)
     else:
@@ -385,6 +397,16 @@ def kv(
         model or ["tiny"], kv_dtype, text, windows=windows, prompt_tokens=prompt_tokens,
         new_tokens=new_tokens, dtype=dtype, as_json=json_,
     )  # fmt: skip
+
+
+def _given(arguments: typer.Context, *names: str) -> str:
+    """Those options of some that are on the command line, for a message."""
+    sources = {name: arguments.get_parameter_source(name) for name in names}
+    return ", ".join(
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    )
 
 
 def main() -> None:

@@ -98,6 +98,11 @@ def test_generate_reads_standard_input_and_its_arm_is_accounted(da_jax, monkeypa
         (["generate", "--initial", "focus"], "the initial mode is 'focus'; use 'global', 'local'"),
         (["generate", "--attention", "cuda"], "unknown attention backend"),
         (["convert", "no-such-folder", "out"], "no folder"),
+        (["bench", "aot", "--batch", "8"], "--batch: kernels have no such option; name a --model"),
+        (["bench", "aot", "--kv-dtype", "int8", "--weights", "int8"], "--weights, --kv-dtype: k"),
+        (["bench", "aot", "--tensor-parallel", "2", "--context", "9"], "--context, --tensor-p"),
+        (["bench", "aot", "--model", "tiny", "--full", "--backend", "xla"], "--backend, --full: "),
+        (["bench", "aot", "--model", "tiny", "--weights", "bf16"], "it must be auto or int8"),
     ],
 )
 def test_bad_arguments_are_one_line_that_names_them(da_jax, arguments, words):
@@ -141,7 +146,17 @@ def test_bench_attention_takes_the_layer_and_refuses_what_makes_none(da_jax):
     heads = ("--q-heads", "4", "--kv-heads", "2", "--head-dim", "64", "--page-size", "16")
     code, out, _ = da_jax(*small, *heads, "--kv-dtype", "int8")
     assert code == 0 and json.loads(out)[0]["bytes"] == 16 * 2 * (16 * 128 + 2 * 4 * 128)
+    fp8 = [da_jax(*small, *heads, "--kv-dtype", name) for name in ("fp8", "float8_e4m3fn")]
+    assert [code for code, _, _ in fp8] == [0, 0]
+    rows = [json.loads(out)[0] for _, out, _ in fp8]
+    assert rows[0]["bytes"] == rows[1]["bytes"] == json.loads(out)[0]["bytes"]
+    auto, float32 = (
+        json.loads(da_jax(*small, *heads, *chosen)[1])[0]["bytes"]
+        for chosen in ((), ("--kv-dtype", "float32"))
+    )
+    assert auto == float32 == 16 * 2 * 16 * 128 * 4
     for wrong, message in (
+        (("--kv-dtype", "int4"), "'int4'; it must be one of auto, int8, fp8, float32, bfloat16"),
         (("--kv-heads", "5"), "multiple of the KV heads"),
         (("--dtype", "int8"), "'int8'; it must be one of float32"),
         (("--backend", "mosaic_tpu"), "needs a TPU"),

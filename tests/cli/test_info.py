@@ -112,6 +112,7 @@ def test_a_converted_folder_says_what_it_holds(info, tmp_path):
     (tmp_path / "da_jax.json").write_text(json.dumps(record))
     stored = json.loads(info(str(tmp_path), "--json")[1])
     asked = json.loads(info("gemma-3-1b", "--json", "--weights", "int8")[1])
+    assert json.loads(info(str(tmp_path), "--json", "--weights", "auto")[1]) == stored
     assert stored["weights"] == "int8"
     assert stored["memory_bytes"] == asked["memory_bytes"]
     (tmp_path / "da_jax.json").write_text(json.dumps(record | {"complete": False}))
@@ -153,7 +154,7 @@ def test_neither_jax_nor_the_network_and_the_hub_cache_first(tmp_path):
         (["Qwen3-8B", "--context", "0"], "context is 0"),
         (["Qwen3-8B", "--dtype", "auto"], "dtype is 'auto'"),
         (["Qwen3-8B", "--weights", "int4"], "--weights is 'int4'"),
-        (["Qwen3-8B", "--weights", "bf16", "--dtype", "float32"], "leave --weights out"),
+        (["Qwen3-8B", "--weights", "bf16"], "must be int8, or auto: what the checkpoint says"),
     ],
 )
 def test_refusals_are_one_line(info, arguments, words):
