@@ -97,6 +97,9 @@ def generate(
     memory_fraction: Annotated[
         float, typer.Option(help="Share of the device's memory that may be used.")
     ] = _DEFAULT.memory_fraction,
+    per_layer_embeddings: Annotated[
+        str, typer.Option(help="Where those of Gemma 4 E2B and E4B are: auto, device or host.")
+    ] = _DEFAULT.per_layer_embeddings,
     attention: Annotated[str | None, typer.Option(help="Backend, see `da-jax env`.")] = None,
     tensor_parallel: Annotated[
         int, typer.Option(help="Devices that share the model.")
@@ -124,6 +127,7 @@ def generate(
                 dtype=dtype, weights=weights, kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes,
                 memory_fraction=memory_fraction, attention=attention, max_num_seqs=1,
                 prefix_snapshots=0, tensor_parallel=tensor_parallel,
+                per_layer_embeddings=per_layer_embeddings,
             ),
         )
     )  # fmt: skip

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 MEMORY = "pinned_host"
 _WORD = 4  # bytes; a TPU packs rows of narrower numbers into words and cannot fetch a part of one
 _AT_ONCE = 16  # rows on their way at a time
+_REMEDY = "keep the table in device memory: per_layer_embeddings='device'"
 _TPU_WIDTH = 128  # XLA for TPU cannot compile the fetch of shorter rows
 
 
@@ -70,12 +71,12 @@ def _check(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> None:
     if MEMORY not in kinds:
         raise HostMemoryError(
             f"{device.device_kind} ({device.platform}) cannot read host memory: JAX gives it "
-            f"{', '.join(kinds) or 'no memories'}, not {MEMORY}; keep the table in device memory"
+            f"{', '.join(kinds) or 'no memories'}, not {MEMORY}; {_REMEDY}"
         )
     if device.platform == "tpu" and shape[1] < _TPU_WIDTH:
         raise HostMemoryError(
             f"a TPU fetches rows of at least {_TPU_WIDTH} numbers from host memory, not of "
-            f"{shape[1]}; keep so small a table in device memory"
+            f"{shape[1]}; {_REMEDY}"
         )
 
 

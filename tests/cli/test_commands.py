@@ -97,6 +97,8 @@ def test_generate_reads_standard_input_and_its_arm_is_accounted(da_jax, monkeypa
         (["generate", "--visible", "3-5"], "--visible is '3-5'; give chunk numbers of up to"),
         (["generate", "--initial", "focus"], "the initial mode is 'focus'; use 'global', 'local'"),
         (["generate", "--attention", "cuda"], "unknown attention backend"),
+        (["generate", "--per-layer-embeddings", "disk"], "must be one of auto, device, host"),
+        (["generate", "--per-layer-embeddings", "host"], "but this qwen3 has none; use 'auto'"),
         (["convert", "no-such-folder", "out"], "no folder"),
         (["bench", "aot", "--batch", "8"], "--batch: kernels have no such option; name a --model"),
         (["bench", "aot", "--kv-dtype", "int8", "--weights", "int8"], "--weights, --kv-dtype: k"),

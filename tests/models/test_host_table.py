@@ -117,14 +117,18 @@ def test_a_program_compiles_once_when_its_state_lies_beside_the_table():
 def test_a_device_without_host_memory_is_refused():
     memories = lambda: [SimpleNamespace(kind="device")]
     device = SimpleNamespace(platform="npu", device_kind="NPU 1", addressable_memories=memories)
-    with pytest.raises(host_table.HostMemoryError, match=r"NPU 1 .* keep the table in device"):
+    with pytest.raises(
+        host_table.HostMemoryError, match=r"NPU 1 .* memory: per_layer_embeddings='device'$"
+    ):
         host_table.place(table_of(jnp.bfloat16), device)
 
 
 def test_a_tpu_refuses_short_rows():
     memories = lambda: [SimpleNamespace(kind="pinned_host")]
     device = SimpleNamespace(platform="tpu", device_kind="TPU v9", addressable_memories=memories)
-    with pytest.raises(host_table.HostMemoryError, match=r"at least 128 numbers.* not of 64"):
+    with pytest.raises(
+        host_table.HostMemoryError, match=r"at least 128 numbers.* not of 64; .*='device'$"
+    ):
         host_table.place(np.zeros((4, 64)), device)
 
 
