@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,13 @@ from da_jax.protocol.visibility import Scaffold
 PER_LAYER = "per_layer_embedding"  # path of Gemma 4's table of per-layer embeddings
 Document = str | Sequence[str | Chunk] | None
 Progress = Callable[[str, int, int], None]
+_IN_MESSAGES = {
+    "document": "`documents`",
+    "question": "the last message",
+    "system": "the first message, with the role 'system'",
+    "history": "the messages before the last one",
+    "chunks": "'chunks' of the message that they come with",
+}
 
 
 class LLM:
@@ -215,7 +222,7 @@ class LLM:
             priority=priority,
             deadline=deadline,
             initial=None if initial is None else Declaration.of(initial),
-            visible=None if visible is None else tuple(visible),
+            visible=None if visible is None else _chunk_ids(visible),
         )
         self.loop.check(request)
         return request
@@ -295,9 +302,13 @@ class LLM:
           **options: those of `generate`, apart from `system`, `history` and `chunks`.
 
         Raises:
-          ValueError: for a message without role or text, or when the last one is not the user's.
+          ValueError: for a message without role or text, when the last one is not the user's, or
+            for an option whose place is a message.
           RequestError: for a request that can never run.
         """
+        for name, where in _IN_MESSAGES.items():
+            if name in options:
+                raise ValueError(f"{name} is no option of `chat`; give it as {where}")
         for index, message in enumerate(messages):
             if not isinstance(message.get("content"), str) or "role" not in message:
                 raise ValueError(
@@ -457,6 +468,19 @@ def stop_token_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
             f"{folder} names no end-of-sequence token; set eos_token_id in generation_config.json"
         )
     return ids
+
+
+def _chunk_ids(visible: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of chunks, each still to be checked.
+
+    Raises:
+      ValueError: for what is no sequence, such as one number.
+    """
+    if isinstance(visible, str) or not isinstance(visible, Iterable):
+        raise ValueError(
+            f"visible is {visible!r}; give the numbers of chunks in a sequence, such as (3, 7)"
+        )
+    return tuple(visible)
 
 
 def _ids(value: int | Sequence[int] | None) -> frozenset[int]:

@@ -193,6 +193,8 @@ def test_a_batch_of_declared_requests_gives_what_each_gives_alone(random_llm, mo
         ({"visible": (3, 9)}, "visible names 9, but the prompt has chunks 1 to 6"),
         ({"visible": (0,)}, "a chunk of visible is 0; give a whole number"),
         ({"visible": ("3",)}, "a chunk of visible is '3'"),
+        ({"visible": 3}, r"visible is 3; give the numbers of chunks in a sequence, such as \(3, 7"),
+        ({"visible": "3,5"}, "visible is '3,5'; give the numbers of chunks in a sequence"),
         ({"initial": "focus:7"}, "initial names 7, but the prompt has chunks 1 to 6"),
         ({"initial": "narrow"}, "the initial mode is 'narrow'; use 'global', 'local' or"),
         ({"initial": "local", "visible": (1,)}, r"visible is \(1,\) and initial is .*; give one"),

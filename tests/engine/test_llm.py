@@ -63,6 +63,21 @@ def test_chat_keeps_earlier_turns_visible(random_llm):
         random_llm.chat(messages[:1])
 
 
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"system": "Be brief."}, "system is no option of `chat`; give it as the first message"),
+        ({"history": []}, "history is no option of `chat`; give it as the messages before"),
+        ({"chunks": ["x"]}, "chunks is no option of `chat`; give it as 'chunks' of the message"),
+        ({"document": "x"}, "document is no option of `chat`; give it as `documents`"),
+        ({"question": "x?"}, "question is no option of `chat`; give it as the last message"),
+    ],
+)
+def test_chat_says_where_to_give_what_its_messages_hold(random_llm, options, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        random_llm.chat([{"role": "user", "content": "q?"}], **options)
+
+
 def test_an_unknown_arm_is_refused(random_llm):
     with pytest.raises(ValueError, match="masked"):
         random_llm.generate(DOCUMENT, "a?", arm="masked")
