@@ -17,9 +17,9 @@ class EngineConfig:
     """How the engine runs a model.
 
     Attributes:
-      dtype: dtype of weights, activations and KV cache; `auto` is bfloat16 on an accelerator that
-        has it and float32 on a CPU, where bfloat16 products are several times slower. See
-        `da_jax.models.dtypes`.
+      dtype: dtype of activations, and of weights, keys and values unless `weights` and `kv_dtype`
+        say otherwise; `auto` is bfloat16 on an accelerator that has it and float32 on a CPU, where
+        bfloat16 products are several times slower. See `da_jax.models.dtypes`.
       weights: `int8` keeps matrices in 8 bits with a scale for each output; `auto` is what the
         checkpoint says, int8 or `dtype`.
       per_layer_embeddings: where those of Gemma 4 E2B and E4B are: `device`, `host`, or `auto`,

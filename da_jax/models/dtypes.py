@@ -13,7 +13,7 @@ _TOO_LARGE_FOR_FLOAT16 = ("gemma3", "gemma4")
 
 
 def resolve(name: str, family: str, target: Target) -> str:
-    """The dtype of weights, activations and KV cache, by its name.
+    """The dtype of activations, and of what else is not in 8 bits, by its name.
 
     `auto` is float32 on a CPU, where products of narrower numbers are several times slower, and
     bfloat16 on an accelerator. GPUs before compute capability 8.0 have no bfloat16: XLA would make

@@ -15,7 +15,7 @@ from da_jax.models.config import Attention, GatedDelta, Kind, Layer, ModelConfig
 from da_jax.models.tensors import Tensor, tensors
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a number, by dtype of the activations and the KV cache."""
+"""Bytes of a number, by dtype of the activations."""
 
 _LOGITS = 4  # arrays of logits at once: sampling sorts them with their ids
 _COMPILER = (
@@ -176,7 +176,8 @@ class Use:
     Attributes:
       batch: sequences that decode at once.
       context: tokens of each, prompt and response.
-      dtype: of activations, KV cache and, unless `int8`, weights.
+      dtype: of activations, of weights unless `int8`, and where `kv_dtype` is `auto` of keys and
+        values.
       int8: whether weights are int8 with scales.
       kv_dtype: of keys and values, see `dtypes.KV_DTYPES`.
       page_size: tokens of a KV page.
