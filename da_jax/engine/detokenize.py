@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models
 
+from da_jax.protocol.guide import Guides
+
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -42,6 +44,7 @@ class TokenTable:
         self.special = np.zeros(len(pieces), bool)
         self.special[list(special)] = True
         self.strip = strip
+        self._guides: dict[int, Guides] = {}
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, *, shown: Iterable[str] = ()) -> TokenTable:
@@ -94,6 +97,19 @@ class TokenTable:
         """
         ends = tuple(needle[at:] for at in range(1, len(needle)))
         return np.array([needle in p or p.startswith(ends) for p in self._pieces], bool)
+
+    def guides(self, vocabulary: int) -> Guides:
+        """What guides responses, made once for all engines that share the table.
+
+        Args:
+            vocabulary: size of the logits.
+
+        Raises:
+            ValueError: as `Guides`.
+        """
+        if vocabulary not in self._guides:
+            self._guides[vocabulary] = Guides(self._pieces, vocabulary)
+        return self._guides[vocabulary]
 
 
 class IncrementalDecoder:

@@ -89,7 +89,6 @@ class Engine(Loop):
             model, self.shapes, plan, costs=self._costs, opens=self._opens, impl=config.attention
         )
         self._valid = packed(np.flatnonzero(table.known[: self._vocabulary]), self.runner.words)
-        self._guided: Guides | None = None  # made when it is first asked for
         copies = range(plan.sequences, plan.num_slots) if plan.rings or plan.states else None
         prefix = PrefixCache(PagePool(plan.num_pages), _root(model, plan), copies)
         self.scheduler = Scheduler(
@@ -142,10 +141,7 @@ class Engine(Loop):
                 raise RequestError(str(error)) from error
 
     def _guides(self) -> Guides:
-        if self._guided is None:
-            tokens = map(self.table.bytes_of, range(len(self.table)))
-            self._guided = Guides(tokens, self._vocabulary)
-        return self._guided
+        return self.table.guides(self._vocabulary)
 
     def _check_start(self, request: Request) -> None:
         """Refuses visible chunks that the mask cannot list apart, as it would widen instead."""

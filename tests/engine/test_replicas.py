@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from da_jax import LLM, Done
+from da_jax.engine import detokenize
 from da_jax.engine.engine import Engine
 from da_jax.engine.llm import load_model
 from da_jax.engine.replicas import Replicas
@@ -76,6 +77,33 @@ def test_a_run_over_replicas_ends_or_is_abandoned_without_a_trace(random_llm, pa
     pair.cancel(next(iter(pair.engines[0].scheduler._waiting)))
     reasons = [r.finish_reason for r in finish(pair).values()]
     assert sorted(reasons) == ["cancelled", "length", "length", "length"]
+
+
+def test_the_vocabulary_is_read_once_for_all_guided_responses(random_llm, pair, monkeypatch):
+    made = []
+
+    class Spy(detokenize.Guides):
+        def __init__(self, *arguments):
+            made.append(arguments)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(detokenize, "Guides", Spy)
+    table = detokenize.TokenTable.from_tokenizer(random_llm.tokenizer)
+    for engine in pair.engines:
+        monkeypatch.setattr(engine, "table", table)
+    requests = [
+        random_llm.request(CHUNKS, "?" * i, forced="<focus", max_tokens=60, guided=True)
+        for i in range(1, 5)
+    ]
+    alone = [e.response for e in random_llm.engine.run(requests) if isinstance(e, Done)]
+    alone = {r.prompt_tokens: r.token_ids for r in alone}
+    made.clear()  # those of `random_llm`
+    for request in requests:
+        pair.add(request)
+    assert all(engine.scheduler.load == 2 for engine in pair.engines)
+    done = finish(pair)
+    assert len(done) == 4 and len(made) == 1
+    assert {r.prompt_tokens: r.token_ids for r in done.values()} == alone
 
 
 def test_more_replicas_than_devices_are_refused(tiny_folder):
