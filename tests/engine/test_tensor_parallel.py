@@ -109,6 +109,14 @@ def test_replicas_have_devices_of_their_own_and_answer_alike(measured):
     assert pair["compiled"] == 0
 
 
+@pytest.mark.slow
+def test_per_layer_embeddings_on_the_host_are_shared_too():
+    child = devices.start("engine:gemma4_e2b:1", "host:gemma4_e2b:2")
+    one, two = devices.results(child)
+    assert one["tokens"] == two["tokens"] and one["modes"] == two["modes"]
+    assert one["compiled"] == two["compiled"] == 0
+
+
 def test_more_devices_than_there_are_is_refused(tmp_path):
     folder = tiny.write_folder(tmp_path / "model")
     with pytest.raises(ValueError, match=r"tensor_parallel is 2 .* JAX sees 1 cpu device"):

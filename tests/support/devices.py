@@ -1,8 +1,9 @@
 """Models on several simulated devices; run as a child process, for devices are counted at start.
 
 `python -m support.devices JOB ...` with `XLA_FLAGS=--xla_force_host_platform_device_count` prints a
-line of JSON for each job: `CASE:DEVICES` for `measure`, `engine:CASE:DEVICES` for `answers`, and
-`replicas:CASE:DEVICES` for those of two engines.
+line of JSON for each job: `CASE:DEVICES` for `measure`, `engine:CASE:DEVICES` for `answers`,
+`replicas:CASE:DEVICES` for those of two engines, `host:CASE:DEVICES` for those of an engine with
+per-layer embeddings in host memory.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from support import cases, references, tiny
 TESTS = Path(__file__).parents[1]
 HOLE = ((0, references.HIDDEN[0]), (references.HIDDEN[1], references.LENGTH))
 ROWS, SLOTS, PAGE = 2, np.array([2, 0], np.int32), 16
+OPTIONS: dict[str, dict[str, Any]] = {
+    "engine": {}, "replicas": {"data_parallel": 2}, "host": {"per_layer_embeddings": "host"},
+}  # fmt: skip
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -176,13 +180,13 @@ def _attention_only(runner, config, inputs, caches):
     return jax.jit(runner.on_devices(program)).lower(runner.weights, caches, inputs)
 
 
-def engine(folder: Path, devices: int, replicas: int = 1):
+def engine(folder: Path, devices: int, **options: Any):
     """An engine on several devices, or several of them."""
     from da_jax import LLM, EngineConfig, Style
 
     config = EngineConfig(
         page_size=16, max_model_len=256, max_num_seqs=2, prefill_chunk=48, burst=4,
-        tensor_parallel=devices, data_parallel=replicas,
+        tensor_parallel=devices, **options,
     )  # fmt: skip
     return LLM.from_pretrained(folder, style=Style(**tiny.STYLE), config=config)
 
@@ -239,8 +243,7 @@ def main(jobs: list[str]) -> None:
     for job in jobs:
         *whole, case, devices = job.split(":")
         if whole:
-            replicas = 2 if whole == ["replicas"] else 1
-            found = answers(engine(folder(case), int(devices), replicas))
+            found = answers(engine(folder(case), int(devices), **OPTIONS[whole[0]]))
             print(json.dumps({"job": job} | found), flush=True)
             continue
         found = measure(case, int(devices), folder(case))
