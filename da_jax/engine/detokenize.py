@@ -102,10 +102,10 @@ class TokenTable:
         """What guides responses, made once for all engines that share the table.
 
         Args:
-            vocabulary: size of the logits.
+          vocabulary: size of the logits.
 
         Raises:
-            ValueError: as `Guides`.
+          ValueError: as `Guides`.
         """
         if vocabulary not in self._guides:
             self._guides[vocabulary] = Guides(self._pieces, vocabulary)

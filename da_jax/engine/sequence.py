@@ -367,7 +367,7 @@ class Sequence:
         found = self._tracker.feed(text, hidden=hidden)
         events: list[Event] = self._emit(self._stops.flush()) if hidden else []
         for piece, mode in self._by_mode(text):
-            if not hidden:
+            if not hidden or self._stops.found is not None:  # which shows nothing, but counts it
                 events += self._emit(self._stops.push(piece, mode))
         for event in found:
             if event.kind is Kind.DECLINED:

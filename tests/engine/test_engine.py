@@ -94,6 +94,13 @@ def test_a_stop_string_over_several_tokens_does_not_leak(random_llm, engine):
     assert response.completion_tokens == len("one two END")
 
 
+def test_what_follows_a_stop_string_in_a_forced_beginning_is_no_part_of_the_answer(random_llm):
+    response = random_llm.generate(
+        CHUNKS, QUESTION, forced="one END<|im_start|>two<|im_start|>", stop="END", max_tokens=40
+    )
+    assert (response.text, response.answer, response.finish_reason) == ("one ", "one", "stop")
+
+
 @pytest.mark.parametrize(
     ("script", "options", "text", "reason"),
     [
