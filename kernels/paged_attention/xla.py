@@ -75,9 +75,9 @@ def attend(
     _, t, hq, d = q.shape
     form = layout_of(kv_pages, d)
     hkv, page_size, width = form.kv_heads, form.page_size, mask.page.shape[1]
+    few = _few(t * hq, form)
     chunks = _chunks(t * hq, form, width, target)
-    few = t * hq // hkv <= _FEW_ROWS
-    whole = _takes_whole_rows(t * hq, form, target)
+    whole = few and _takes_whole_rows(form, target)
     longest = chunks[0].entries
     padded = [jnp.pad(x, ((0, 0), (0, -width % longest))) for x in mask[:3]]
     # A float32 model wants float32 products; on accelerators the default would be less.
@@ -115,10 +115,15 @@ def attend(
     return out.astype(q.dtype), lse
 
 
+def _few(rows: int, form: Layout) -> bool:
+    """Whether the copy of keys and values costs more than the products with so few query rows."""
+    return rows // form.kv_heads <= _FEW_ROWS
+
+
 def _chunks(rows: int, form: Layout, width: int, target: Target) -> list[_Chunk]:
     """Chooses chunks, the longest first; the last also takes what is less than it."""
     hkv, page_size = form.kv_heads, form.page_size
-    few, cpu = rows // hkv <= _FEW_ROWS, target.platform == "cpu"
+    few, cpu = _few(rows, form), target.platform == "cpu"
     room = _CHUNK_BYTES_ELSEWHERE
     if cpu:
         room = _CHUNK_BYTES_FEW_ROWS if few else _CHUNK_BYTES
@@ -135,14 +140,13 @@ def _chunks(rows: int, form: Layout, width: int, target: Target) -> list[_Chunk]
     return [_Chunk(tiles - tiles % rest, tile), _Chunk(rest, tile)]
 
 
-def _takes_whole_rows(rows: int, form: Layout, target: Target) -> bool:
-    """Whether keys and values that share rows are multiplied as they lie in the pool.
+def _takes_whole_rows(form: Layout, target: Target) -> bool:
+    """Whether a few rows meet keys and values that share rows as they lie in the pool.
 
     Queries and weights then meet twice the lanes, half of them for nothing. With few rows on a CPU
     that is cheap against two more copies that take keys and values apart.
     """
-    few = rows // form.kv_heads <= _FEW_ROWS
-    return target.platform == "cpu" and few and form.packed and not form.quantized
+    return target.platform == "cpu" and form.packed and not form.quantized
 
 
 def _sweep(
