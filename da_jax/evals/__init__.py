@@ -1,0 +1,1 @@
+"""Evaluation: tasks, arms, records and reports; the roofline; replay; the proof of the mask."""
