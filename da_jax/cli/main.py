@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from da_jax import __version__
+from da_jax.cli import eval_commands
 from da_jax.cli.bench_commands import bench
 from da_jax.cli.options import DEFAULT, Json, KvDtype, Weights, fail
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(bench, name="bench")
+app.command("eval")(eval_commands.evaluate)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,223 @@
+"""`da-jax eval`: tasks in several arms, resumable, with a report at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from da_jax import __version__
+from da_jax.checkpoints import convert, paths
+from da_jax.engine.config import EngineConfig
+from da_jax.engine.llm import LLM, load_tokenizer, stop_token_ids
+from da_jax.engine.request import SamplingParams
+from da_jax.evals import identity, planning, run, suites
+from da_jax.evals.folder import RunFolder, open_folder
+from da_jax.evals.planning import Plan, Prompts, Selection
+from da_jax.kernels.chips import current_target
+from da_jax.kernels.paged_attention import choose
+from da_jax.models import dtypes, hf_config
+from da_jax.protocol.modes import Arm
+from da_jax.protocol.prompt import PromptRenderer
+from da_jax.protocol.styles import Style
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Arguments of the command; `sampling` and `engine` are passed on as they are."""
+
+    model: str
+    suite: list[str]
+    arms: str
+    lengths: str
+    n: int
+    seed: int
+    out: Path
+    style: str
+    system: str | None
+    thinking: bool
+    max_tokens: int | None
+    sampling_seed: int
+    max_model_len: int | None
+    json: bool
+    sampling: dict[str, Any]
+    engine: dict[str, Any]
+
+
+def execute(options: Options) -> None:
+    """Plans, asks, reports."""
+    selection = Selection(
+        tasks=tuple(suites.load(options.suite)),
+        lengths=numbers("--lengths", options.lengths),
+        n=options.n,
+        seed=options.seed,
+        arms=tuple(Arm(name.strip()) for name in options.arms.split(",")),
+        max_tokens=options.max_tokens,
+    )
+    sampling, config = SamplingParams(**options.sampling), EngineConfig(**options.engine)
+    folder = convert.resolve(options.model)
+    local = paths.local_metadata(folder)
+    tokenizer = load_tokenizer(local)
+    renderer = PromptRenderer(tokenizer, read_style(options.style), thinking=options.thinking)
+    prompts = Prompts(renderer, tokenizer, options.system)
+    model = hf_config.read(paths.absolute(folder))
+    settings = {
+        "version": __version__,
+        "model": identity.checkpoint(folder),
+        "tokenizer": identity.tokenizer(local),
+        "stop_token_ids": sorted(stop_token_ids(local, tokenizer)),
+        "engine": _engine_settings(config, folder, model.family),
+        "sampling": _sampling_settings(sampling, options.sampling_seed),
+        "thinking": options.thinking,
+        **planning.settings(selection, prompts),
+    }
+    about = {
+        "model": options.model,
+        "suites": options.suite,
+        "device": current_target().kind,
+        "begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    with open_folder(options.out, settings, about) as kept:
+        for note in kept.notes:
+            print(f"da-jax: {note}", file=sys.stderr)
+        with _progress() as bars:
+            plan = planning.make(selection, prompts, lambda d, t: bars("checking prompts", d, t))
+            config = dataclasses.replace(
+                config,
+                max_model_len=planning.max_model_len(
+                    plan, options.max_model_len, model.max_positions
+                ),
+            )
+            unscored = _ask(folder, config, options, selection, plan, prompts, kept, bars)
+    _finish(options, plan, unscored)
+
+
+def _ask(
+    folder: Any,
+    config: EngineConfig,
+    options: Options,
+    selection: Selection,
+    plan: Plan,
+    prompts: Prompts,
+    kept: RunFolder,
+    bars: Callable[..., None],
+) -> int:
+    """Loads the model and answers what is left, if anything is; returns the unscored ones."""
+    planning.check_prompts(plan, kept.prompts)
+    if all(key in kept.prompts for key in plan.prompts):
+        return 0
+    llm = LLM.from_pretrained(
+        folder, style=prompts.renderer.style, thinking=options.thinking, config=config,
+        progress=bars,
+    )  # fmt: skip
+
+    def watch(kept: RunFolder, done: int) -> None:
+        means = {arm: total / count for arm, (total, count) in sorted(kept.scores.items())}
+        shown = ", ".join(f"{arm} {mean:.1%}" for arm, mean in means.items())
+        bars("answering", done, len(plan.prompts), shown)
+
+    try:
+        return run.evaluate(
+            llm, selection, plan, prompts, kept, sampling=SamplingParams(**options.sampling),
+            sampling_seed=options.sampling_seed, watch=watch,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        done = sum(key in kept.prompts for key in plan.prompts)
+        print(
+            f"\nda-jax: interrupted; {done} of {len(plan.prompts)} responses are in {options.out}. "
+            "The same command goes on from there",
+            file=sys.stderr,
+        )
+        sys.exit(INTERRUPTED)
+
+
+def _finish(options: Options, plan: Plan, unscored: int) -> None:
+    """Says what there is; a run with unscored responses ends with exit status 1."""
+    if options.json:
+        print(json.dumps({"responses": len(plan.prompts), "unscored": unscored}))
+    if unscored:
+        print(
+            f"da-jax: {unscored} of {len(plan.prompts)} responses could not be scored; they are "
+            f"kept in {options.out / 'unscored.jsonl'} with the reason. The same command scores "
+            "them again",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+
+
+def numbers(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    parts = [part.strip().replace("_", "") for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isascii() and part.isdigit() for part in parts):
+        raise ValueError(f"{name} is {text!r}; give whole numbers with commas, such as 4096,8192")
+    return tuple(int(part) for part in parts)
+
+
+def read_style(style: str) -> Style | str:
+    """A style by its name, or from a JSON file.
+
+    Raises:
+      ValueError: the file holds none.
+    """
+    if not style.endswith(".json"):
+        return style
+    try:
+        return Style.from_json(Path(style).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{style}: {error}") from error
+
+
+def _engine_settings(config: EngineConfig, folder: Any, family: str) -> dict[str, Any]:
+    """What of the engine responses and their account depend on, as it is here."""
+    target = current_target()
+    dtype = dtypes.resolve(config.dtype, family, target)
+    int8 = config.weights == "int8" or convert.is_int8(folder)
+    return {
+        "dtype": dtype,
+        "weights": "int8" if int8 else dtype,
+        "kv_dtype": dtypes.resolve_kv(config.kv_dtype, dtype, target),
+        "attention": choose(config.attention).name,
+        "page_size": config.page_size,
+        "tensor_parallel": config.tensor_parallel,
+    }
+
+
+def _sampling_settings(sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    names = ("temperature", "top_k", "top_p", "presence_penalty", "guided")
+    return {name: getattr(sampling, name) for name in names} | {
+        "seed": seed if sampling.temperature else None
+    }
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[..., None]]:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+    )  # fmt: skip
+    console = Console(stderr=True)
+    # Responses differ much in length: the time left is estimated from the last half hour.
+    with Progress(*columns, console=console, speed_estimate_period=1800, transient=True) as shown:
+        tasks: dict[str, Any] = {}
+
+        def report(stage: str, done: int, total: int, note: str = "") -> None:
+            if stage not in tasks:
+                tasks[stage] = shown.add_task(stage, total=total, note="")
+            shown.update(tasks[stage], completed=done, total=total, note=note)
+
+        yield report

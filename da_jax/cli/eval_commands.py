@@ -1,0 +1,99 @@
+"""The commands about evaluation, and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from da_jax.cli.options import DEFAULT, Json, KvDtype, Weights
+
+
+def evaluate(
+    suite: Annotated[
+        list[str],
+        typer.Option(
+            help="offline15, controls, paper15, compact, or a task; may be repeated, or several "
+            "with commas."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the run; one that is there goes on.")],
+    model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny' (shipped).")] = "tiny",
+    arms: Annotated[str, typer.Option(help="Of vanilla, unmasked, da.")] = "vanilla,unmasked,da",
+    lengths: Annotated[
+        str, typer.Option(help="Most tokens of document and question, with commas.")
+    ] = "4096,8192",
+    n: Annotated[int, typer.Option(help="Examples of each task and length.")] = 32,
+    seed: Annotated[int, typer.Option(help="Which examples.")] = 0,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of a response; by default what its task says.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is no limit.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Share of probability to sample from.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="From -2 to 2.")] = 0.0,
+    sampling_seed: Annotated[int, typer.Option(help="Makes sampling reproducible.")] = 0,
+    guided: Annotated[
+        bool, typer.Option("--guided", help="Write only tags that can be honoured.")
+    ] = False,
+    thinking: Annotated[
+        bool, typer.Option("--thinking", help="Let the model think before it answers.")
+    ] = False,
+    style: Annotated[
+        str, typer.Option(help="Prompt style: auto, tool, plain, compact, or a JSON file.")
+    ] = "auto",
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Longest prompt and response; by default what the examples need."),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Most sequences that decode at once.")
+    ] = DEFAULT.max_num_seqs,
+    page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = DEFAULT.page_size,
+    prefill_chunk: Annotated[
+        int, typer.Option(help="Tokens of a prefill step.")
+    ] = DEFAULT.prefill_chunk,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = DEFAULT.dtype,
+    weights: Weights = DEFAULT.weights,
+    kv_dtype: KvDtype = DEFAULT.kv_dtype,
+    kv_cache_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Most bytes of what sequences keep on the device; by default what is left."
+        ),
+    ] = None,
+    memory_fraction: Annotated[
+        float, typer.Option(help="Share of the device's memory that may be used.")
+    ] = DEFAULT.memory_fraction,
+    attention: Annotated[str | None, typer.Option(help="Backend, see `da-jax env`.")] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Devices that share the model.")
+    ] = DEFAULT.tensor_parallel,
+    json_: Json = False,
+) -> None:
+    """Evaluate a model on tasks: accuracy and attended tokens of the three arms.
+
+    A run that was interrupted goes on with the same command. More lengths, arms or examples may be
+    asked for in the same folder; any other setting needs another one.
+    """
+    from da_jax.cli import eval as command
+
+    command.execute(
+        command.Options(
+            model=model, suite=suite, arms=arms, lengths=lengths, n=n, seed=seed, out=out,
+            style=style, system=system, thinking=thinking, max_tokens=max_tokens,
+            sampling_seed=sampling_seed, max_model_len=max_model_len, json=json_,
+            sampling=dict(
+                temperature=temperature, top_k=top_k, top_p=top_p,
+                presence_penalty=presence_penalty, guided=guided,
+            ),
+            engine=dict(
+                max_num_seqs=max_num_seqs, page_size=page_size, prefill_chunk=prefill_chunk,
+                dtype=dtype, weights=weights, kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes,
+                memory_fraction=memory_fraction, attention=attention,
+                tensor_parallel=tensor_parallel, max_waiting=2 * max(max_num_seqs, 1),
+            ),
+        )
+    )  # fmt: skip

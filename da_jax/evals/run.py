@@ -1,0 +1,216 @@
+"""Asks a model the examples of tasks in several arms, and keeps what comes back in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, NamedTuple
+
+from da_jax.engine.request import Done, Event, ModeChange, Request, Response, SamplingParams
+from da_jax.evals import planning
+from da_jax.evals.folder import RunFolder
+from da_jax.evals.planning import Case, Plan, Prompts, Selection
+from da_jax.evals.records import Record, runs
+from da_jax.evals.task import Example, Score, Task
+from da_jax.protocol.modes import Arm
+from da_jax.protocol.prompt import PromptMap
+
+if TYPE_CHECKING:
+    from da_jax.engine.llm import LLM
+
+SCORERS = 8
+"""Answers that are scored at a time; a judge takes seconds over each."""
+_WAITING = 64  # answers that may wait for their score before no more requests are taken
+
+Watch = Callable[[RunFolder, int], None]
+"""Called with the folder and the number of responses that are complete."""
+
+
+class _Job(NamedTuple):
+    """A request that is answered once, and kept for every arm that it stands for."""
+
+    case: Case
+    prompt: PromptMap
+    asked: Arm
+    arms: tuple[Arm, ...]
+    focused: set[int]
+
+
+def evaluate(
+    llm: LLM,
+    selection: Selection,
+    plan: Plan,
+    prompts: Prompts,
+    folder: RunFolder,
+    *,
+    sampling: SamplingParams | None = None,
+    sampling_seed: int = 0,
+    watch: Watch = lambda folder, done: None,
+) -> int:
+    """Makes the responses that a folder does not have yet.
+
+    Every response is on disk as soon as it is scored. One whose scoring fails is kept unscored, and
+    scored when the run is resumed. An interruption loses what is being generated, no more.
+
+    Args:
+      llm: the model, whose `max_model_len` every prompt and response fits.
+      plan: made from the same selection and prompts.
+      sampling: how tokens are chosen; `max_tokens` and `seed` are set for each response.
+      sampling_seed: with a temperature, the seed of all; the arms of an example share theirs.
+
+    Returns:
+      How many responses of the plan are unscored.
+
+    Raises:
+      ValueError: a prompt is not the one of a record that is there, or of an unscored response.
+      RequestError: a request that cannot run.
+    """
+    planning.check_prompts(plan, folder.prompts)
+    planning.check_prompts(plan, {k: r.prompt_sha256 for k, r in folder.unscored.items()})
+    runner = _Runner(llm, selection, prompts, folder, sampling or SamplingParams(), sampling_seed)
+    done = sum(key in folder.prompts for key in plan.prompts)
+    watch(folder, done)
+    with ThreadPoolExecutor(SCORERS, thread_name_prefix="score") as pool:
+        with contextlib.closing(runner.run(pool)) as steps:  # an interruption ends it at once
+            for kept in steps:
+                done += kept
+                watch(folder, done)
+    return sum(key in folder.unscored for key in plan.prompts)
+
+
+class _Runner:
+    """The loop of `evaluate`."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        selection: Selection,
+        prompts: Prompts,
+        folder: RunFolder,
+        sampling: SamplingParams,
+        sampling_seed: int,
+    ):
+        self._loop, self._selection, self._prompts = llm.loop, selection, prompts
+        self._folder, self._sampling, self._sampling_seed = folder, sampling, sampling_seed
+        self._pending: dict[int, _Job] = {}
+        self._scoring: dict[Future[Score], tuple[Record, ...]] = {}
+
+    def run(self, pool: ThreadPoolExecutor) -> Generator[int, None, None]:
+        """Asks and keeps everything; yields how many records there are more, now and then."""
+        jobs, more = self._jobs(pool), True
+        try:
+            while more or self._pending or self._scoring:
+                while more and self._loop.room and len(self._scoring) < _WAITING:
+                    job = next(jobs, None)
+                    if more := job is not None:
+                        self._pending[self._loop.add(self._request(job))] = job
+                if self._pending:
+                    if self._loop.idle:
+                        raise RuntimeError(f"requests {sorted(self._pending)} were lost by a fault")
+                    for event in self._loop.step():
+                        self._take(event, pool)
+                else:
+                    wait(self._scoring, return_when=FIRST_COMPLETED)
+                if kept := self._keep():
+                    yield kept
+        finally:
+            for number in self._pending:
+                self._loop.cancel(number)
+            for records in self._scoring.values():
+                for record in records:
+                    self._folder.keep_unscored(record, "interrupted")
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _jobs(self, pool: ThreadPoolExecutor) -> Iterator[_Job]:
+        """What is left to ask; answers that only lack a score are scored meanwhile."""
+        for case in planning.cases(self._selection, self._prompts.count):
+            wanted: dict[Arm, list[Arm]] = {}
+            for arm in self._selection.arms:
+                record = self._folder.unscored.get(case.key(arm))
+                if record is not None:
+                    self._score(pool, case.task, case.example, (record,))
+                elif case.key(arm) not in self._folder.prompts:
+                    wanted.setdefault(self._prompts.asked(arm), []).append(arm)
+            for asked, arms in wanted.items():
+                prompt = self._prompts.render(case.example, asked)
+                yield _Job(case, prompt, asked, tuple(arms), set())
+
+    def _request(self, job: _Job) -> Request:
+        seed = None
+        if self._sampling.temperature:
+            where = [self._sampling_seed, *job.case.key(Arm.DA)[:3]]
+            drawn = hashlib.sha256(json.dumps(where).encode()).digest()
+            seed = int.from_bytes(drawn[:4], "little") >> 1
+        tokens = self._selection.tokens(job.case.task)
+        params = dataclasses.replace(self._sampling, max_tokens=tokens, seed=seed)
+        return Request(job.prompt, params, arm=job.asked)
+
+    def _take(self, event: Event, pool: ThreadPoolExecutor) -> None:
+        job = self._pending.get(event.request_id)
+        if job is None:
+            return
+        if isinstance(event, ModeChange):
+            job.focused.update(event.focus)
+        elif isinstance(event, Done):
+            del self._pending[event.request_id]
+            records = tuple(self._record(job, arm, event.response) for arm in job.arms)
+            self._score(pool, job.case.task, job.case.example, records)
+
+    def _record(self, job: _Job, arm: Arm, response: Response) -> Record:
+        """The record of a response, with a void score."""
+        task, length, example = job.case
+        return Record(
+            task=task.name,
+            group=task.group.value,
+            length=length,
+            seed=self._selection.seed,
+            index=example.index,
+            arm=arm.value,
+            prompt_sha256=planning.digest(job.prompt),
+            chunks=len(job.prompt.chunks),
+            prompt_tokens=response.prompt_tokens,
+            completion_tokens=response.completion_tokens,
+            finish_reason=response.finish_reason,
+            text=response.text,
+            answer=response.answer,
+            token_ids=response.token_ids,
+            expected=example.expected,
+            score=0.0,
+            score_details={},
+            summary=response.summary,
+            trace=runs(response.steps),
+            evidence_chunks=planning.evidence_chunks(example, job.prompt),
+            focused_chunks=tuple(sorted(job.focused)),
+        )
+
+    def _score(
+        self, pool: ThreadPoolExecutor, task: Task, example: Example, records: tuple[Record, ...]
+    ) -> None:
+        """Begins to score one answer, which all of the records share."""
+        self._scoring[pool.submit(task.score, example, records[0].answer)] = records
+
+    def _keep(self) -> int:
+        """Puts what is scored into the folder; returns how many records that were."""
+        kept = 0
+        for future in [future for future in self._scoring if future.done()]:
+            records = self._scoring[future]  # kept unscored if anything below raises
+            try:
+                score = future.result()
+                if not 0 <= score.value <= 1:
+                    raise ValueError(f"the score is {score.value}; it must be from 0 to 1")
+            except (OSError, RuntimeError, ValueError) as error:  # a judge that is out of reach
+                for record in records:
+                    self._folder.keep_unscored(record, f"{type(error).__name__}: {error}")
+            else:
+                for record in records:
+                    value, details = float(score.value), dict(score.details)
+                    self._folder.add(
+                        dataclasses.replace(record, score=value, score_details=details)
+                    )
+                    kept += 1
+            del self._scoring[future]
+        return kept
