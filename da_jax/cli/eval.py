@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from da_jax import __version__
 from da_jax.checkpoints import convert, paths
+from da_jax.cli import report as report_command
 from da_jax.engine.config import EngineConfig
 from da_jax.engine.llm import LLM, load_tokenizer, stop_token_ids
 from da_jax.engine.request import SamplingParams
 from da_jax.evals import identity, planning, run, suites
 from da_jax.evals.folder import RunFolder, open_folder
 from da_jax.evals.planning import Plan, Prompts, Selection
+from da_jax.evals.report import plots
 from da_jax.kernels.chips import current_target
 from da_jax.kernels.paged_attention import choose
 from da_jax.models import dtypes, hf_config
@@ -51,12 +52,15 @@ class Options:
     sampling_seed: int
     max_model_len: int | None
     json: bool
+    page: bool
     sampling: dict[str, Any]
     engine: dict[str, Any]
 
 
 def execute(options: Options) -> None:
     """Plans, asks, reports."""
+    if options.page:
+        plots.require()
     selection = Selection(
         tasks=tuple(suites.load(options.suite)),
         lengths=numbers("--lengths", options.lengths),
@@ -74,7 +78,7 @@ def execute(options: Options) -> None:
     model = hf_config.read(paths.absolute(folder))
     settings = {
         "version": __version__,
-        "model": identity.checkpoint(folder),
+        "checkpoint": identity.checkpoint(folder),
         "tokenizer": identity.tokenizer(local),
         "stop_token_ids": sorted(stop_token_ids(local, tokenizer)),
         "engine": _engine_settings(config, folder, model.family),
@@ -143,9 +147,9 @@ def _ask(
 
 
 def _finish(options: Options, plan: Plan, unscored: int) -> None:
-    """Says what there is; a run with unscored responses ends with exit status 1."""
-    if options.json:
-        print(json.dumps({"responses": len(plan.prompts), "unscored": unscored}))
+    """Reports; a run with unscored responses ends with exit status 1."""
+    if unscored < len(plan.prompts):
+        report_command.show([options.out], options.out, options.page, options.json)
     if unscored:
         print(
             f"da-jax: {unscored} of {len(plan.prompts)} responses could not be scored; they are "

@@ -9,6 +9,10 @@ import typer
 
 from da_jax.cli.options import DEFAULT, Json, KvDtype, Weights
 
+Html = Annotated[
+    bool, typer.Option(help="Write report.html, whose plots need matplotlib: 'da-jax[eval]'.")
+]
+
 
 def evaluate(
     suite: Annotated[
@@ -71,6 +75,7 @@ def evaluate(
     tensor_parallel: Annotated[
         int, typer.Option(help="Devices that share the model.")
     ] = DEFAULT.tensor_parallel,
+    html: Html = True,
     json_: Json = False,
 ) -> None:
     """Evaluate a model on tasks: accuracy and attended tokens of the three arms.
@@ -84,7 +89,7 @@ def evaluate(
         command.Options(
             model=model, suite=suite, arms=arms, lengths=lengths, n=n, seed=seed, out=out,
             style=style, system=system, thinking=thinking, max_tokens=max_tokens,
-            sampling_seed=sampling_seed, max_model_len=max_model_len, json=json_,
+            sampling_seed=sampling_seed, max_model_len=max_model_len, json=json_, page=html,
             sampling=dict(
                 temperature=temperature, top_k=top_k, top_p=top_p,
                 presence_penalty=presence_penalty, guided=guided,
@@ -97,3 +102,20 @@ def evaluate(
             ),
         )
     )  # fmt: skip
+
+
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="Folders that `eval` wrote; several are shown side by side."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the report; of one run, by default its own.")
+    ] = None,
+    html: Html = True,
+    json_: Json = False,
+) -> None:
+    """Write the report of one or several runs: report.json, report.md and report.html."""
+    from da_jax.cli import report as command
+
+    command.run(folders, out, html, json_)

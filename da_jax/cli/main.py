@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command("eval")(eval_commands.evaluate)
+app.command("report")(eval_commands.report)
 
 
 def _version(wanted: bool) -> None:
