@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from da_jax import __version__
 from da_jax.checkpoints import convert, paths
+from da_jax.cli import eval_harness
 from da_jax.cli import report as report_command
 from da_jax.engine.config import EngineConfig
 from da_jax.engine.llm import LLM, load_tokenizer, stop_token_ids
@@ -30,8 +32,11 @@ from da_jax.protocol.modes import Arm
 from da_jax.protocol.prompt import PromptRenderer
 from da_jax.protocol.styles import Style
 
+LENGTHS = "4096,8192"
+"""What `--lengths` is by default."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+_SECONDS_A_LINE = 60  # of progress, where there is no terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Options:
     model: str
     suite: list[str]
     arms: str
-    lengths: str
+    lengths: str | None
     n: int
     seed: int
     out: Path
@@ -58,12 +63,45 @@ class Options:
 
 
 def execute(options: Options) -> None:
+    """Runs tasks of da-jax, or of lm-evaluation-harness.
+
+    Raises:
+      ValueError: what is wrong with the arguments, or does not fit; before anything runs.
+    """
+    names = suites.split(options.suite)
+    if all(name.startswith(suites.LM_EVAL) for name in names):
+        _harness(options, [name.removeprefix(suites.LM_EVAL) for name in names])
+    else:
+        _own(options)
+
+
+def _harness(options: Options, tasks: list[str]) -> None:
+    eval_harness.run(
+        eval_harness.Options(
+            model=options.model,
+            tasks=tasks,
+            arms=options.arms.split(","),
+            lengths=None if options.lengths is None else numbers("--lengths", options.lengths),
+            n=options.n,
+            seed=options.seed,
+            max_tokens=options.max_tokens,
+            out=options.out,
+            style=read_style(options.style),
+            thinking=options.thinking,
+            json=options.json,
+            config=EngineConfig(**options.engine, max_model_len=options.max_model_len),
+        ),
+        _progress,
+    )
+
+
+def _own(options: Options) -> None:
     """Plans, asks, reports."""
     if options.page:
         plots.require()
     selection = Selection(
         tasks=tuple(suites.load(options.suite)),
-        lengths=numbers("--lengths", options.lengths),
+        lengths=numbers("--lengths", options.lengths or LENGTHS),
         n=options.n,
         seed=options.seed,
         arms=tuple(Arm(name.strip()) for name in options.arms.split(",")),
@@ -210,18 +248,28 @@ def _sampling_settings(sampling: SamplingParams, seed: int) -> dict[str, Any]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[..., None]]:
+    """Bars on a terminal; into a file a line now and then."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", markup=False),
     )  # fmt: skip
     console = Console(stderr=True)
     # Responses differ much in length: the time left is estimated from the last half hour.
-    with Progress(*columns, console=console, speed_estimate_period=1800, transient=True) as shown:
+    shown = Progress(
+        *columns, console=console, speed_estimate_period=1800, transient=True,
+        disable=not console.is_terminal,
+    )  # fmt: skip
+    with shown:
         tasks: dict[str, Any] = {}
+        said = time.monotonic()
 
         def report(stage: str, done: int, total: int, note: str = "") -> None:
+            nonlocal said
             if stage not in tasks:
                 tasks[stage] = shown.add_task(stage, total=total, note="")
             shown.update(tasks[stage], completed=done, total=total, note=note)
+            if not console.is_terminal and time.monotonic() - said >= _SECONDS_A_LINE:
+                said = time.monotonic()
+                print(f"{stage} {done} of {total} {note}", file=sys.stderr, flush=True)
 
         yield report

@@ -7,27 +7,36 @@ from typing import Annotated
 
 import typer
 
-from da_jax.cli.options import DEFAULT, Json, KvDtype, Weights
+from da_jax.cli.options import DEFAULT, Json, KvDtype, Weights, given
 
 Html = Annotated[
     bool, typer.Option(help="Write report.html, whose plots need matplotlib: 'da-jax[eval]'.")
 ]
 
 
+_NOT_OF_HARNESS = (
+    "temperature", "top_k", "top_p", "presence_penalty", "sampling_seed", "guided", "system", "html"
+)  # fmt: skip
+
+
 def evaluate(
+    arguments: typer.Context,
     suite: Annotated[
         list[str],
         typer.Option(
-            help="offline15, controls, paper15, compact, or a task; may be repeated, or several "
-            "with commas."
+            help="offline15, controls, paper15, compact, a task, or lm_eval:TASK; may be repeated, "
+            "or several with commas."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the run; one that is there goes on.")],
     model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny' (shipped).")] = "tiny",
     arms: Annotated[str, typer.Option(help="Of vanilla, unmasked, da.")] = "vanilla,unmasked,da",
     lengths: Annotated[
-        str, typer.Option(help="Most tokens of document and question, with commas.")
-    ] = "4096,8192",
+        str | None,
+        typer.Option(
+            help="Most tokens of document and question, with commas; 4096,8192 by default."
+        ),
+    ] = None,
     n: Annotated[int, typer.Option(help="Examples of each task and length.")] = 32,
     seed: Annotated[int, typer.Option(help="Which examples.")] = 0,
     max_tokens: Annotated[
@@ -81,10 +90,17 @@ def evaluate(
     """Evaluate a model on tasks: accuracy and attended tokens of the three arms.
 
     A run that was interrupted goes on with the same command. More lengths, arms or examples may be
-    asked for in the same folder; any other setting needs another one.
+    asked for in the same folder; any other setting needs another one. Tasks of
+    lm-evaluation-harness (lm_eval:TASK) have its metrics and no resumption.
     """
     from da_jax.cli import eval as command
 
+    foreign = any(name.strip().startswith("lm_eval:") for name in ",".join(suite).split(","))
+    if foreign and (wrong := given(arguments, *_NOT_OF_HARNESS)):
+        raise ValueError(
+            f"{wrong}: tasks of lm-evaluation-harness set how they are sampled, and have a report "
+            "of their own; leave it out"
+        )
     command.execute(
         command.Options(
             model=model, suite=suite, arms=arms, lengths=lengths, n=n, seed=seed, out=out,

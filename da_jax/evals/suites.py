@@ -89,7 +89,7 @@ def _expand(name: str, tables: Mapping[str, Any]) -> list[str]:
         return tasks
     if name in tables:
         return [name]
-    known = [*SUITES, *tables]
+    known = [*_SUITES, *tables]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     advice = f"did you mean {' or '.join(map(repr, near))}?" if near else f"use {', '.join(known)}"
     raise ValueError(

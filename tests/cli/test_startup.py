@@ -37,7 +37,9 @@ def test_help_names_the_commands_without_loading_jax():
     )
     out = run(code)
     assert out.rstrip().endswith("JAX False")
-    assert all(command in out for command in ("generate", "convert", "env", "bench"))
+    assert all(
+        command in out for command in ("generate", "convert", "env", "bench", "eval", "report")
+    )
 
 
 def test_every_public_name_exists():
