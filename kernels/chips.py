@@ -22,6 +22,8 @@ class Chip:
             block.
         cores: TensorCores of a TPU that one program can use, multiprocessors of a GPU.
         memory: bytes of the device's own memory, as it reports them.
+        flops: peak operations a second of matrix products in bfloat16 (float16 on a T4), dense; a
+            multiplication and an addition are two.
     """
 
     name: str
@@ -31,24 +33,63 @@ class Chip:
     fast_memory: int
     cores: int
     memory: int
+    flops: float
 
 
 _MIB = 1 << 20
 CHIPS = (
-    Chip("TPU v2", "tpu-v2", ("TPU v2",), 0.35e12, 16 * _MIB, 1, 8_192 * _MIB),
-    Chip("TPU v3", "tpu-v3", ("TPU v3",), 0.45e12, 16 * _MIB, 1, 16_384 * _MIB),
-    Chip("TPU v4", "tpu-v4", ("TPU v4",), 1.228e12, 16 * _MIB, 2, 32_768 * _MIB),
-    Chip("TPU v5e", "tpu-v5e", ("TPU v5 lite", "TPU v5e"), 0.819e12, 128 * _MIB, 1, 16_384 * _MIB),
-    Chip("TPU v5p", "tpu-v5p", ("TPU v5", "TPU v5p"), 2.765e12, 64 * _MIB, 2, 97_280 * _MIB),
-    Chip("TPU v6e", "tpu-v6e", ("TPU v6 lite", "TPU v6e"), 1.64e12, 128 * _MIB, 1, 32_768 * _MIB),
-    Chip("TPU7x", "tpu-7x", ("TPU7", "TPU7x"), 3.69e12, 64 * _MIB, 1, 98_304 * _MIB),
-    Chip("H200", "hopper", ("NVIDIA H200",), 4.8e12, 232448, 132, 143_771 * _MIB),
-    Chip("H100", "hopper", ("NVIDIA H100",), 3.35e12, 232448, 132, 81_559 * _MIB),
-    Chip("A100", "ampere", ("NVIDIA A100",), 2.039e12, 166912, 108, 81_920 * _MIB),
-    Chip("A100 40GB", "ampere", ("NVIDIA A100-SXM4-40GB",), 1.555e12, 166912, 108, 40_960 * _MIB),
-    Chip("L4", "ada", ("NVIDIA L4",), 0.3e12, 101376, 58, 23_034 * _MIB),
-    Chip("T4", "turing", ("Tesla T4", "NVIDIA T4"), 0.32e12, 65536, 40, 15_360 * _MIB),
-    Chip("B200", "blackwell", ("NVIDIA B200", "NVIDIA GB200"), 8e12, 232448, 148, 183_359 * _MIB),
+    Chip("TPU v2", "tpu-v2", ("TPU v2",), 0.35e12, 16 * _MIB, 1, 8_192 * _MIB, 22.5e12),
+    Chip("TPU v3", "tpu-v3", ("TPU v3",), 0.45e12, 16 * _MIB, 1, 16_384 * _MIB, 61.5e12),
+    Chip("TPU v4", "tpu-v4", ("TPU v4",), 1.228e12, 16 * _MIB, 2, 32_768 * _MIB, 275e12),
+    Chip(
+        "TPU v5e",
+        "tpu-v5e",
+        ("TPU v5 lite", "TPU v5e"),
+        0.819e12,
+        128 * _MIB,
+        1,
+        16_384 * _MIB,
+        197e12,
+    ),
+    Chip(
+        "TPU v5p", "tpu-v5p", ("TPU v5", "TPU v5p"), 2.765e12, 64 * _MIB, 2, 97_280 * _MIB, 459e12
+    ),
+    Chip(
+        "TPU v6e",
+        "tpu-v6e",
+        ("TPU v6 lite", "TPU v6e"),
+        1.64e12,
+        128 * _MIB,
+        1,
+        32_768 * _MIB,
+        918e12,
+    ),
+    Chip("TPU7x", "tpu-7x", ("TPU7", "TPU7x"), 3.69e12, 64 * _MIB, 1, 98_304 * _MIB, 1153.5e12),
+    Chip("H200", "hopper", ("NVIDIA H200",), 4.8e12, 232448, 132, 143_771 * _MIB, 989e12),
+    Chip("H100", "hopper", ("NVIDIA H100",), 3.35e12, 232448, 132, 81_559 * _MIB, 989e12),
+    Chip("A100", "ampere", ("NVIDIA A100",), 2.039e12, 166912, 108, 81_920 * _MIB, 312e12),
+    Chip(
+        "A100 40GB",
+        "ampere",
+        ("NVIDIA A100-SXM4-40GB",),
+        1.555e12,
+        166912,
+        108,
+        40_960 * _MIB,
+        312e12,
+    ),
+    Chip("L4", "ada", ("NVIDIA L4",), 0.3e12, 101376, 58, 23_034 * _MIB, 121e12),
+    Chip("T4", "turing", ("Tesla T4", "NVIDIA T4"), 0.32e12, 65536, 40, 15_360 * _MIB, 65e12),
+    Chip(
+        "B200",
+        "blackwell",
+        ("NVIDIA B200", "NVIDIA GB200"),
+        8e12,
+        232448,
+        148,
+        183_359 * _MIB,
+        2250e12,
+    ),
 )
 
 _FAMILY_OF_CAPABILITY = {
@@ -96,6 +137,20 @@ def chip_of(kind: str) -> Chip | None:
         if kind.startswith(k) and not kind[len(k) : len(k) + 1].isalnum()
     ]
     return max(found, key=lambda match: match[0])[1] if found else None
+
+
+def named(name: str) -> Chip:
+    """Returns the chip that people call so, such as "H200", "v5e" or "TPU v5e".
+
+    Raises:
+        ValueError: no chip has this name.
+    """
+    plain = lambda text: text.lower().removeprefix("tpu").strip()
+    for chip in CHIPS:
+        if plain(chip.name) == plain(name):
+            return chip
+    known = ", ".join(chip.name for chip in CHIPS)
+    raise ValueError(f"unknown chip {name!r}; choose from {known}")
 
 
 def current_target() -> Target:

@@ -135,3 +135,87 @@ def report(
     from da_jax.cli import report as command
 
     command.run(folders, out, html, json_)
+
+
+def roofline(
+    arguments: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Named as for `info`; the two of the paper, or gemma-4-31B, by default."),
+    ] = None,
+    chip: Annotated[str, typer.Option(help="Such as B200, H100, L4, v5e, TPU7x.")] = "B200",
+    convention: Annotated[
+        str,
+        typer.Option(
+            help="paper: its own sums, without batch; measured: every byte and operation of a step."
+        ),
+    ] = "paper",
+    steps: Annotated[
+        float | None,
+        typer.Option(help="Decode steps of a response; of one without declarations for a mix."),
+    ] = None,
+    attended: Annotated[
+        float | None, typer.Option(help="Tokens that all of its steps attend, such as 6.45e6.")
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="measured: tokens, 8192, 32768 and 131072; may be repeated."),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="measured: sequences at once, 1, 8 and 32; may be repeated."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="measured: what `da-jax generate --trace` wrote.")
+    ] = None,
+    records: Annotated[
+        Path | None, typer.Option(help="measured: the folder of a `da-jax eval`.")
+    ] = None,
+    mix: Annotated[
+        str | None,
+        typer.Option(help="measured: shares of the steps; global=0.27,focus=0.25,local=0.48."),
+    ] = None,
+    seen: Annotated[
+        str | None,
+        typer.Option(help="measured: shares of the context; global=1,focus=0.12,local=0.06."),
+    ] = None,
+    more_steps: Annotated[
+        float, typer.Option(help="measured: times as many steps with declarations, for a mix.")
+    ] = 1.35,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="measured: chips that share the model.")
+    ] = DEFAULT.tensor_parallel,
+    page_size: Annotated[
+        int, typer.Option(help="measured: tokens of a KV page.")
+    ] = DEFAULT.page_size,
+    weights: Weights = DEFAULT.weights,
+    kv_dtype: KvDtype = DEFAULT.kv_dtype,
+    mfu: Annotated[float, typer.Option(help="Share of peak operations: an assumption.")] = 0.4,
+    mbu: Annotated[float, typer.Option(help="Share of peak bandwidth: an assumption.")] = 0.7,
+    plot: Annotated[
+        Path | None, typer.Option(help="measured: picture to write, .png, .svg or .pdf.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Estimate decode times by arithmetic. Without arguments: the paper's table."""
+    from da_jax.cli import roofline as command
+
+    if convention == "paper" and (wrong := given(arguments, *_NOT_OF_PAPER)):
+        raise ValueError(f"{wrong}: the paper's sums have no such thing; add --convention measured")
+    sources = given(arguments, "trace", "records", "attended", "mix")
+    if "," in sources:
+        raise ValueError(f"{sources}: each says what the steps see; give one of them")
+    command.run(
+        command.Options(
+            model=model, chip=chip, convention=convention, steps=steps, attended=attended,
+            context=context, batch=batch, trace=trace, records=records, mix=mix, seen=seen,
+            more_steps=more_steps, tensor_parallel=tensor_parallel, page_size=page_size,
+            weights=weights, kv_dtype=kv_dtype, mfu=mfu, mbu=mbu, plot=plot, json=json_,
+        )
+    )  # fmt: skip
+
+
+_NOT_OF_PAPER = (
+    "context", "batch", "trace", "records", "mix", "seen", "more_steps", "tensor_parallel",
+    "page_size", "weights", "kv_dtype", "plot",
+)  # fmt: skip

@@ -22,6 +22,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command("eval")(eval_commands.evaluate)
 app.command("report")(eval_commands.report)
+app.command()(eval_commands.roofline)
 
 
 def _version(wanted: bool) -> None:

@@ -50,16 +50,14 @@ def weight_bytes(config: ModelConfig, *, itemsize: int, int8: bool, devices: int
     Where several devices share the model, see `sharding`, what each of them has.
     """
 
-    def part(path: str, scale: str = "") -> int:
-        return 1 if sharding.divided_axis(config, path + scale, devices) is None else devices
-
     total = 0
     for tensor in tensors(config):
+        parts = _parts(config, tensor.path, devices)
         if int8 and tensor.scales:
-            total += tensor.size // part(tensor.path)
-            total += 4 * tensor.scales // part(tensor.path, "_scale")
+            total += tensor.size // parts
+            total += 4 * tensor.scales // _parts(config, tensor.path + "_scale", devices)
         else:
-            total += tensor.size * itemsize // part(tensor.path)
+            total += tensor.size * itemsize // parts
     return total
 
 
@@ -100,6 +98,41 @@ def state_bytes_per_sequence(config: ModelConfig, *, itemsize: int) -> int:
         + 4 * mixer.value_heads * mixer.key_dim * mixer.value_dim
         for layer in config.layers
         if isinstance(mixer := layer.mixer, GatedDelta)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Operations:
+    """Operations of a decode step for one token; a multiplication and an addition are two.
+
+    Attributes:
+      weights: products with parameters.
+      full: attention of full layers, for each position that is attended.
+      sliding: attention of sliding layers.
+    """
+
+    weights: float
+    full: int
+    sliding: int
+
+
+def operations(config: ModelConfig, *, context: int, devices: int = 1) -> Operations:
+    """What one token at the end of `context` computes, on each of the devices that share it.
+
+    The updates of recurrent states are left out: their bytes take longer.
+    """
+    weights = sum(
+        2 * tensor.size * share / _parts(config, tensor.path, devices)
+        for tensor, share in _shares(config, 1)
+    )
+    config = sharding.part(config, devices)
+    return Operations(
+        weights,
+        sum(4 * m.num_heads * m.head_dim for m in _attentions(config, "full")),
+        sum(
+            4 * m.num_heads * m.head_dim * min(context, m.window or 0)
+            for m in _attentions(config, "sliding")
+        ),
     )
 
 
@@ -148,15 +181,19 @@ def traffic(
     itemsize: int,
     int8: bool = False,
     kv_quantized: bool = False,
+    devices: int = 1,
 ) -> Traffic:
     """What a decode step of `batch` sequences of `context` tokens each moves.
 
-    `int8` is about the weights, `kv_quantized` about keys and values.
+    `int8` is about the weights, `kv_quantized` about keys and values. Where several devices share
+    the model, it is what each of them moves.
     """
-    full = kv_bytes_per_token(config, "full", itemsize=itemsize, quantized=kv_quantized, read=True)
     weights = sum(
-        _bytes(tensor, itemsize, int8) * share for tensor, share in _shares(config, batch)
+        _bytes(tensor, itemsize, int8) * share / _parts(config, tensor.path, devices)
+        for tensor, share in _shares(config, batch)
     )
+    config = sharding.part(config, devices)
+    full = kv_bytes_per_token(config, "full", itemsize=itemsize, quantized=kv_quantized, read=True)
     return Traffic(
         weights=weights,
         full=batch * context * full,
@@ -361,6 +398,11 @@ def _shares(config: ModelConfig, batch: int) -> Iterator[tuple[Tensor, float]]:
             yield tensor, chosen / experts.count
         else:
             yield tensor, float(tensor.read == "step")
+
+
+def _parts(config: ModelConfig, path: str, devices: int) -> int:
+    """Into how many parts a parameter is divided among devices."""
+    return 1 if sharding.divided_axis(config, path, devices) is None else devices
 
 
 def _bytes(tensor: Tensor, itemsize: int, int8: bool) -> int:
