@@ -22,7 +22,7 @@ and a judge scores.
 | babilong_2 | multi | room of a thing, from who took it and where that person went | exact |
 | counting | multi | how many messages of one user carry one label | exact |
 | dialogue_cloze | multi | a name left out, from two turns of a dialogue | exact |
-| common_words | control | the ten words of a list that come most often | F1 |
+| common_words | control | the ten made-up words that come most often in a list | F1 |
 | frequent_words | control | the three most frequent of made-up words | F1 |
 | structured_data | control | the region with the greatest sum over all rows of a table | exact |
 

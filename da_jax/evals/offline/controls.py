@@ -8,6 +8,8 @@ from da_jax.evals.offline.stream import Stream
 from da_jax.evals.task import Example, Group, Score
 
 _REGIONS = ("north", "south", "east", "west", "centre", "coast", "islands", "highlands")
+_SYLLABLES = tuple(consonant + vowel for consonant in "bdhjlmnprstvz" for vowel in "aeiou")
+_COINED = scoring.matches(rf"(?<!\w)(?:{'|'.join(_SYLLABLES)}){{3}}(?!\w)")
 
 
 class _Control(Generated):
@@ -27,13 +29,13 @@ class CommonWords(_Control):
     """
 
     name = "common_words"
-    description = "The ten words that come most often in a list."
+    description = "The ten made-up words that come most often in a list."
     smallest = 10
     _common = 10
 
     def draft(self, stream: Stream, units: int) -> Draft:
         often = min(30, 7 + units // 10)
-        every = _compounds(stream, self._common + units)
+        every = _coined(stream, self._common + units)
         expected, rare = every[: self._common], every[self._common :]
         drawn = stream.shuffled(expected * often + rare * 2)
         document = "".join(f"{i}. {word}\n" for i, word in enumerate(drawn, 1)).rstrip()
@@ -44,7 +46,7 @@ class CommonWords(_Control):
         return self.whole(document, question, tuple(sorted(expected)))
 
     def score(self, example: Example, answer: str) -> Score:
-        return scoring.overlap(scoring.matches(r"[a-z]+-[a-z]+"), answer, example.expected)
+        return scoring.overlap(_COINED, answer, example.expected)
 
 
 class FrequentWords(_Control):
@@ -111,10 +113,10 @@ class StructuredData(_Control):
         return scoring.exact(scoring.listed(_REGIONS), answer, example.expected)
 
 
-def _compounds(stream: Stream, n: int) -> list[str]:
-    """`n` words such as quiet-anchor, no two the same."""
-    pairs = len(words.QUALITIES) * len(words.THINGS)
+def _coined(stream: Stream, n: int) -> list[str]:
+    """`n` made-up words of three syllables, no two the same."""
+    size = len(_SYLLABLES)
     return [
-        f"{words.QUALITIES[i // len(words.THINGS)]}-{words.THINGS[i % len(words.THINGS)]}"
-        for i in stream.distinct(n, pairs)
+        _SYLLABLES[i // size**2] + _SYLLABLES[i // size % size] + _SYLLABLES[i % size]
+        for i in stream.distinct(n, size**3)
     ]

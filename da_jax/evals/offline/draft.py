@@ -82,7 +82,10 @@ def fit(build: Callable[[int], Draft], smallest: int, length: int, count: Count)
 
     best, used = measured(smallest)
     if used > length:
-        raise ValueError(f"needs at least {used} tokens for document and question, got {length}")
+        raise ValueError(
+            f"needs at least {used} tokens for document and question, got {length}; "
+            "give a greater length"
+        )
     low, high, rate, tries = smallest, None, None, 0
     while used < FILLED * length and (high is None or high - low > 1):
         tries += 1

@@ -71,7 +71,8 @@ class DialogueCloze(Generated):
     from there.
 
     A unit is a turn. Everybody bought one thing in each city at most, so that the two mentions are
-    the only way to the answer. Half of the filler are purchases and gifts of others.
+    the only way to the answer. Up to half of the filler, but at most 479 turns of each, are
+    purchases and gifts of others.
     """
 
     name = "dialogue_cloze"

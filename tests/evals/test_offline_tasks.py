@@ -1,0 +1,315 @@
+"""offline15 and its controls: answers that follow from the evidence, in one way."""
+
+import hashlib
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from support.offline_solvers import SOLVERS, candidates
+
+from da_jax.evals.offline import CONTROLS, TASKS, words
+from da_jax.evals.task import Group
+
+EVERY = {**TASKS, **CONTROLS}
+SHORTEST = 512
+
+
+def count(text):
+    return len(text) // 4
+
+
+def example(task, length, seed, index=0):
+    found = EVERY[task].examples(length, index + 1, seed, count)
+    return next(itertools.islice(found, index, None))
+
+
+every_task = pytest.mark.parametrize("task", EVERY)
+each_of_offline15 = pytest.mark.parametrize("task", TASKS)
+lengths = st.integers(SHORTEST, 8192)
+seeds = st.integers(0, 10**6)
+few = settings(max_examples=15, deadline=None)
+
+
+def gold(of):
+    """The right answer, as a model would write it at its end."""
+    prefix = of.details.get("prefix", "")
+    return prefix + (of.expected[0] if len(of.expected) == 1 else ", ".join(of.expected))
+
+
+def test_ten_tasks_have_one_place_and_five_have_several():
+    groups = [task.group for task in TASKS.values()]
+    assert groups == [Group.SINGLE] * 10 + [Group.MULTI] * 5
+    assert {task.group for task in CONTROLS.values()} == {Group.CONTROL}
+    assert len(EVERY) == 18 and all(name == task.name for name, task in EVERY.items())
+
+
+def test_every_arm_has_the_same_room_to_reason_in():
+    assert {task.max_tokens for task in EVERY.values()} == {1024}
+
+
+@every_task
+@few
+@given(length=lengths, seed=seeds)
+def test_the_answer_follows_from_document_and_question(task, length, seed):
+    of = example(task, length, seed)
+    assert tuple(SOLVERS[task](of.document, of.question)) == of.expected
+
+
+@each_of_offline15
+@few
+@given(length=lengths, seed=seeds)
+def test_without_any_piece_of_the_evidence_the_answer_is_another(task, length, seed):
+    of = example(task, length, seed)
+    assert of.evidence
+    for start, end in of.evidence:
+        document = of.document[:start] + of.document[end:]
+        assert tuple(SOLVERS[task](document, of.question)) != of.expected
+
+
+@pytest.mark.parametrize("task", [name for name in TASKS if name != "mrcr_2"])
+@few
+@given(length=lengths, seed=seeds)
+def test_the_evidence_alone_is_enough(task, length, seed):
+    of = example(task, length, seed)
+    document = "\n".join(of.document[start:end] for start, end in of.evidence)
+    assert tuple(SOLVERS[task](document, of.question)) == of.expected
+
+
+@few
+@given(length=lengths, seed=seeds)
+def test_evidence_of_a_repeated_request_is_the_turn_that_is_asked_for(length, seed):
+    of = example("mrcr_2", length, seed)
+    ((start, end),) = of.evidence
+    request, text = of.document[start:end].split("\nAssistant:\n")
+    assert text == of.expected[0]
+    assert of.document.count(request) == 2
+    assert of.document[:start].count(request) == of.details["which"] - 1
+
+
+@pytest.mark.parametrize("task", CONTROLS)
+def test_evidence_of_a_control_is_the_whole_document(task):
+    of = example(task, 1024, 0)
+    assert of.evidence == ((0, len(of.document)),)
+
+
+@every_task
+@few
+@given(length=lengths, seed=seeds)
+def test_evidence_is_in_order_and_its_depths_are_told(task, length, seed):
+    of = example(task, length, seed)
+    borders = list(itertools.chain(*of.evidence))
+    assert borders == sorted(set(borders)) and borders[-1] <= len(of.document)
+    for (start, end), depth in zip(of.evidence, of.details["depths"], strict=True):
+        assert of.document[start:end] == of.document[start:end].strip()
+        assert depth == pytest.approx(start / len(of.document), abs=1e-4)
+    json.dumps(of.details)
+
+
+@every_task
+@few
+@given(length=st.integers(640, 8192), seed=seeds)
+def test_the_length_is_used_and_kept(task, length, seed):
+    of = example(task, length, seed)
+    used = count(of.document) + count(of.question)
+    assert 0.85 * length <= used <= length
+
+
+@every_task
+def test_the_length_is_that_of_the_tokenizer(task):
+    long = example(task, 4096, 0)
+    (short,) = EVERY[task].examples(4096, 1, 0, lambda text: len(text) // 2)
+    assert len(short.document) < 0.6 * len(long.document)
+
+
+@every_task
+def test_a_long_document_takes_few_counts(task):
+    counted = []
+
+    def counting(text):
+        counted.append(text)
+        return len(text) // 4
+
+    next(EVERY[task].examples(32768, 1, 5, counting))
+    assert len(counted) <= 2 * 6  # document and question
+
+
+@every_task
+def test_examples_are_the_same_every_time_and_more_of_them_begin_with_the_same(task):
+    three, five = (list(EVERY[task].examples(1024, n, 3, count)) for n in (3, 5))
+    assert three == five[:3]
+    assert [of.index for of in five] == [0, 1, 2, 3, 4]
+    assert len({of.document for of in five}) == 5
+    assert {of.task for of in five} == {task}
+
+
+@every_task
+def test_seeds_and_lengths_give_other_examples(task):
+    of = [example(task, *of).document for of in ((1024, 0), (1024, 1), (1025, 0), (2048, 0))]
+    assert len(set(of)) == 4
+
+
+@every_task
+def test_a_length_below_the_least_is_refused_with_the_least(task):
+    with pytest.raises(ValueError, match=rf"{task}.*needs at least \d+ tokens.*got 10") as refused:
+        example(task, 10, 0)
+    least = int(str(refused.value).split("at least ")[1].split()[0])
+    assert least <= SHORTEST
+    with pytest.raises(ValueError, match="give a greater length"):
+        example(task, 10, 0)
+
+
+@every_task
+@few
+@given(length=lengths, seed=seeds)
+def test_the_right_answer_scores_one_in_whatever_form(task, length, seed):
+    of = example(task, length, seed)
+    wrong = candidates(task, of.document, of.question)[0]
+    for answer in (
+        gold(of),
+        f"Answer: {gold(of)}",
+        f"  **Answer:**\n{gold(of)}\n",
+        f"First I took {wrong} for it, but no.\nANSWER: {gold(of)}",
+    ):
+        assert EVERY[task].score(of, answer).value == 1, answer
+
+
+@pytest.mark.parametrize("task", [name for name in EVERY if name != "mrcr_2"])
+@few
+@given(length=lengths, seed=seeds)
+def test_wrong_answers_score_nothing(task, length, seed):
+    of = example(task, length, seed)
+    every = candidates(task, of.document, of.question)
+    assert set(of.expected) <= set(every) or task == "counting"
+    wrong = [value for value in every if value not in of.expected]
+    score = EVERY[task].score
+    for answer in ["", "I do not know.", "Answer:", *wrong[:20]]:
+        assert score(of, answer).value == 0, answer
+        assert score(of, f"Answer: {answer}").value == 0, answer
+
+
+@pytest.mark.parametrize(
+    "task", ["niah_multikey_2", "niah_multikey_3", "kv_retrieval", "meeting_qa", "code_lookup",
+             "variable_tracking", "babilong_2", "counting", "dialogue_cloze", "structured_data"]
+)  # fmt: skip
+@few
+@given(length=st.integers(1024, 8192), seed=seeds)
+def test_a_list_of_all_candidates_scores_nothing(task, length, seed):
+    of = example(task, length, seed)
+    every = candidates(task, of.document, of.question)
+    assert len(every) > len(of.expected)
+    assert EVERY[task].score(of, "Answer: " + ", ".join(every)).value == 0
+
+
+@pytest.mark.parametrize("task", ["graphwalks", "common_words", "frequent_words"])
+@few
+@given(length=st.integers(2048, 8192), seed=seeds)
+def test_sets_score_f1(task, length, seed):
+    of = example(task, length, seed)
+    every = candidates(task, of.document, of.question)
+    expected = set(of.expected)
+    wrong = next(value for value in every if value not in expected)
+    score = EVERY[task].score
+    n = len(expected)
+    listed = score(of, ", ".join(every)).value
+    assert listed == pytest.approx(2 * n / (n + len(every)))
+    assert listed < 0.5
+    assert score(of, ", ".join([*of.expected, wrong])).value == pytest.approx(2 * n / (2 * n + 1))
+    assert score(of, ", ".join(of.expected[1:])).value == pytest.approx(2 * (n - 1) / (2 * n - 1))
+
+
+@few
+@given(length=st.integers(1024, 8192), seed=seeds)
+def test_a_repeated_text_scores_by_likeness_after_its_prefix(length, seed):
+    of = example("mrcr_2", length, seed)
+    score = EVERY["mrcr_2"].score
+    prefix, text = of.details["prefix"], of.expected[0]
+    other = next(
+        found
+        for found in candidates("mrcr_2", of.document, of.question)
+        if found != text
+    )  # fmt: skip
+    assert score(of, text).value == 0
+    assert score(of, "").value == score(of, prefix).value == 0
+    assert score(of, f"{prefix} {text}").value == 1
+    assert score(of, f"It is the one that begins with {prefix}.\n{prefix}{text}").value == 1
+    assert score(of, prefix + other).value < 0.75
+    assert score(of, prefix + of.document).value < 0.2
+    assert 0.9 < score(of, prefix + text[:-10]).value < 1
+
+
+@pytest.mark.parametrize("task", ["niah_single_noise", "kv_retrieval", "mrcr_2"])
+def test_needles_lie_anywhere_alike(task):
+    of = list(EVERY[task].examples(2048, 400, 1, count))
+    places = [place for one in of for place in one.details["depths"]]
+    fourths = [sum(i <= 4 * place < i + 1 for place in places) for i in range(4)]
+    assert sum(fourths) == 400
+    assert stats.chisquare(fourths).pvalue > 0.001
+
+
+def test_pairs_are_an_object_of_json():
+    of = example("kv_retrieval", 4096, 0)
+    assert json.loads(of.document)[of.details["key"]] == of.expected[0]
+
+
+def test_no_distractor_has_the_key_of_the_needle():
+    of = example("niah_multikey_2", 65536, 0)
+    keys = [line.split()[4] for line in of.document.splitlines()]
+    assert len(set(keys)) == len(keys) > 4000
+
+
+def test_people_of_the_tasks_do_not_occur_in_the_prose():
+    document = example("niah_single_prose", 100_000, 0).document
+    assert not [name for name in words.FIRST_NAMES if name in document]
+
+
+def test_a_text_longer_than_the_prose_repeats_it_in_another_order():
+    of = example("niah_single_prose", 150_000, 0)
+    paragraphs = of.document.split("\n\n")
+    assert len(of.document) > 590_000
+    assert paragraphs.count(paragraphs[3]) >= 2
+    again = paragraphs.index(paragraphs[3], 4)
+    assert paragraphs[again + 1] != paragraphs[4]
+
+
+DIGESTS = {
+    "niah_single_noise": "9b3d88c06fb32ef0",
+    "niah_single_prose": "7dce2a0229baabd9",
+    "niah_single_uuid": "2fc19f2e43864a6f",
+    "niah_multikey_2": "3e7eae1e57519572",
+    "niah_multikey_3": "5a080dc0fb408cdb",
+    "kv_retrieval": "def7840a5d9b2dc2",
+    "passkey": "455af351e6a807e0",
+    "mrcr_2": "69d598dd8378d172",
+    "meeting_qa": "7ecc4478e6f21474",
+    "code_lookup": "662d691f8d3c7069",
+    "variable_tracking": "0e878e03c3f072f8",
+    "graphwalks": "841024234d0022ad",
+    "babilong_2": "f679d5563aa9e51b",
+    "counting": "3504b26c620c6fec",
+    "dialogue_cloze": "fed40c74db1669ab",
+    "common_words": "958017f290225574",
+    "frequent_words": "89271aeec6e95e60",
+    "structured_data": "3db991c94338cc5e",
+}
+
+
+@every_task
+def test_examples_do_not_change(task):
+    """A result can only be compared with another of the same examples, on whatever Python."""
+    found = [
+        [of.document, of.question, of.expected, of.evidence, of.details]
+        for of in EVERY[task].examples(2000, 2, 7, count)
+    ]
+    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    assert digest[:16] == DIGESTS[task]
+
+
+def test_tasks_need_no_jax():
+    code = "import sys, da_jax.evals.offline; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
