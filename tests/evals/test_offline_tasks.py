@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import re
 import subprocess
 import sys
 
@@ -260,6 +261,29 @@ def test_no_distractor_has_the_key_of_the_needle():
     of = example("niah_multikey_2", 65536, 0)
     keys = [line.split()[4] for line in of.document.splitlines()]
     assert len(set(keys)) == len(keys) > 4000
+
+
+@pytest.mark.parametrize("task", ["niah_single_prose", "niah_multikey_3", "kv_retrieval"])
+def test_an_answer_may_repeat_the_key_that_is_asked_for(task):
+    of = example(task, 2048, 0)
+    score, key = EVERY[task].score, of.details["key"]
+    assert score(of, f"The value of {key} is {of.expected[0]}.").value == 1
+    assert score(of, f"The value of {key} is not there.").value == 0
+
+
+@few
+@given(seed=seeds)
+def test_nobody_buys_or_gives_anything_else_in_the_city_of_the_cloze(seed):
+    of = example("dialogue_cloze", 32768, seed)
+    (start, end), _ = of.evidence
+    who, city = re.match(r"(\w+): When I was in (\w+) I", of.document[start:end]).groups()
+    assert of.document.count(f"{who}: When I was in {city} I bought") == 1
+    assert of.document.count(f"{who}: What I brought from {city} I") == 1
+
+
+def test_one_region_sold_most_also_in_short_tables():
+    for of in EVERY["structured_data"].examples(120, 300, 0, count):
+        assert SOLVERS["structured_data"](of.document, of.question) == list(of.expected)
 
 
 def test_people_of_the_tasks_do_not_occur_in_the_prose():
