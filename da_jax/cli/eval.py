@@ -95,10 +95,45 @@ def _harness(options: Options, tasks: list[str]) -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Setup:
+    """All that is known before a model is loaded."""
+
+    folder: Any
+    selection: Selection
+    prompts: Prompts
+    sampling: SamplingParams
+    config: EngineConfig
+    positions: int
+    settings: dict[str, Any]
+
+
 def _own(options: Options) -> None:
     """Plans, asks, reports."""
     if options.page:
         plots.require()
+    setup = _prepare(options)
+    about = {
+        "model": options.model,
+        "suites": options.suite,
+        "device": current_target().kind,
+        "begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    with open_folder(options.out, setup.settings, about) as kept:
+        for note in kept.notes:
+            print(f"da-jax: {note}", file=sys.stderr)
+        with _progress() as bars:
+            plan = planning.make(
+                setup.selection, setup.prompts, lambda d, t: bars("checking prompts", d, t)
+            )
+            length = planning.max_model_len(plan, options.max_model_len, setup.positions)
+            planning.check_prompts(plan, kept.prompts)
+            missing = any(key not in kept.prompts for key in plan.prompts)
+            unscored = _ask(options, setup, plan, length, kept, bars) if missing else 0
+    _finish(options, plan, unscored)
+
+
+def _prepare(options: Options) -> _Setup:
     selection = Selection(
         tasks=tuple(suites.load(options.suite)),
         lengths=numbers("--lengths", options.lengths or LENGTHS),
@@ -124,54 +159,32 @@ def _own(options: Options) -> None:
         "thinking": options.thinking,
         **planning.settings(selection, prompts),
     }
-    about = {
-        "model": options.model,
-        "suites": options.suite,
-        "device": current_target().kind,
-        "begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-    with open_folder(options.out, settings, about) as kept:
-        for note in kept.notes:
-            print(f"da-jax: {note}", file=sys.stderr)
-        with _progress() as bars:
-            plan = planning.make(selection, prompts, lambda d, t: bars("checking prompts", d, t))
-            config = dataclasses.replace(
-                config,
-                max_model_len=planning.max_model_len(
-                    plan, options.max_model_len, model.max_positions
-                ),
-            )
-            unscored = _ask(folder, config, options, selection, plan, prompts, kept, bars)
-    _finish(options, plan, unscored)
+    positions = model.max_positions
+    return _Setup(folder, selection, prompts, sampling, config, positions, settings)
 
 
 def _ask(
-    folder: Any,
-    config: EngineConfig,
     options: Options,
-    selection: Selection,
+    setup: _Setup,
     plan: Plan,
-    prompts: Prompts,
+    length: int,
     kept: RunFolder,
     bars: Callable[..., None],
 ) -> int:
-    """Loads the model and answers what is left, if anything is; returns the unscored ones."""
-    planning.check_prompts(plan, kept.prompts)
-    if all(key in kept.prompts for key in plan.prompts):
-        return 0
-    llm = LLM.from_pretrained(
-        folder, style=prompts.renderer.style, thinking=options.thinking, config=config,
-        progress=bars,
-    )  # fmt: skip
+    """Loads the model and answers what is left; returns how many responses are unscored."""
 
     def watch(kept: RunFolder, done: int) -> None:
         means = {arm: total / count for arm, (total, count) in sorted(kept.scores.items())}
-        shown = ", ".join(f"{arm} {mean:.1%}" for arm, mean in means.items())
+        shown = ", ".join(f"{arm} {mean:.0%}" for arm, mean in means.items())
         bars("answering", done, len(plan.prompts), shown)
 
     try:
+        llm = LLM.from_pretrained(
+            setup.folder, style=setup.prompts.renderer.style, thinking=options.thinking,
+            config=dataclasses.replace(setup.config, max_model_len=length), progress=bars,
+        )  # fmt: skip
         return run.evaluate(
-            llm, selection, plan, prompts, kept, sampling=SamplingParams(**options.sampling),
+            llm, setup.selection, plan, setup.prompts, kept, sampling=setup.sampling,
             sampling_seed=options.sampling_seed, watch=watch,
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -250,7 +263,8 @@ def _sampling_settings(sampling: SamplingParams, seed: int) -> dict[str, Any]:
 def _progress() -> Iterator[Callable[..., None]]:
     """Bars on a terminal; into a file a line now and then."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
         TextColumn("{task.fields[note]}", markup=False),
     )  # fmt: skip
     console = Console(stderr=True)

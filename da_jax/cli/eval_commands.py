@@ -84,6 +84,9 @@ def evaluate(
     tensor_parallel: Annotated[
         int, typer.Option(help="Devices that share the model.")
     ] = DEFAULT.tensor_parallel,
+    data_parallel: Annotated[
+        int, typer.Option(help="Copies of the model, each on devices of its own.")
+    ] = DEFAULT.data_parallel,
     html: Html = True,
     json_: Json = False,
 ) -> None:
@@ -114,7 +117,8 @@ def evaluate(
                 max_num_seqs=max_num_seqs, page_size=page_size, prefill_chunk=prefill_chunk,
                 dtype=dtype, weights=weights, kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes,
                 memory_fraction=memory_fraction, attention=attention,
-                tensor_parallel=tensor_parallel, max_waiting=2 * max(max_num_seqs, 1),
+                tensor_parallel=tensor_parallel, data_parallel=data_parallel,
+                max_waiting=2 * max(max_num_seqs, 1),
             ),
         )
     )  # fmt: skip

@@ -43,17 +43,29 @@ def sections(report: Figures) -> list[Section]:
             paragraphs=("Controls are not expected to gain, and are in no mean over all sources.",),
             table=_groups(models),
         ),
-        Section(
-            "Without what did not end",
-            paragraphs=(
-                "The same without every example that ran into its limit of tokens in any arm.",
-            ),
-            table=_summary(models, "terminating"),
-        ),
+        _terminating(models),
     ]
     for model in models:
         found += _of_model(model)
     return found
+
+
+def _terminating(models: Sequence[Figures]) -> Section:
+    title = "Without what did not end"
+    if all(_all_ended(model) for model in models):
+        return Section(title, paragraphs=("Every response ended by itself.",))
+    return Section(
+        title,
+        paragraphs=(
+            "The same without every example that ran into its limit of tokens in any arm.",
+        ),
+        table=_summary(models, "terminating"),
+    )
+
+
+def _all_ended(model: Figures) -> bool:
+    ended = model["terminating"]
+    return ended is not None and ended["responses"] == model["all"]["responses"]
 
 
 def overview(report: Figures) -> Table:
@@ -103,8 +115,9 @@ def _head(report: Figures) -> str:
     return (
         "Accuracy is in per cent. Attended tokens are the sum over decode steps of the positions "
         "that full attention sees, token by token; read tokens are those of whole pages; steps are "
-        "decode steps. All are means over the responses of a source, then over sources, which "
-        f"weigh the same. In brackets: {report['level']:.0%} intervals, of an arm by Wilson's "
+        "decode steps. Of all visible is the share of what the same responses would attend with "
+        "everything visible. All are means over the responses of a source, then over sources, "
+        f"which weigh the same. In brackets: {report['level']:.0%} intervals, of an arm by Wilson's "
         "score, of the difference of two arms by a paired bootstrap within sources "
         f"({report['draws']:,} draws). Made by da-jax {report['version']}."
     )
@@ -128,7 +141,7 @@ def _groups(models: Sequence[Figures]) -> Table:
 
 _ARM_COLUMNS = (
     "arm", "n", "accuracy", "less vanilla", "attended", "of vanilla", "of unmasked",
-    "of its own all visible", "read", "steps",
+    "of all visible", "read", "steps",
 )  # fmt: skip
 
 
@@ -297,11 +310,9 @@ def _saving(saving: Figures) -> str:
     if saving["mean_of_sources"] is not None:
         text += f", in the mean of the sources' ratios {saving['mean_of_sources']:.1%}"
     text += "."
-    if saving["top_share"] is None or len(saving["top"]) < 2:
+    if saving["top_share"] is None or saving["reduction_without_top"] is None:
         return text
     text += f" {' and '.join(saving['top'])} carry {saving['top_share']:.0%} of what is saved"
-    if saving["reduction_without_top"] is None:
-        return f"{text}; there is no other source."
     return f"{text}; without them da attends {1 - saving['reduction_without_top']:.1%}."
 
 
