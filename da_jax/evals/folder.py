@@ -12,6 +12,7 @@ from typing import IO, Any
 from da_jax.evals.records import Record
 
 SETTINGS, RECORDS, UNSCORED, LOCK = "settings.json", "records.jsonl", "unscored.jsonl", "lock"
+_BLOCK = 2**20  # bytes that are read at a time from the end of a file
 Key = tuple[str, int, int, str]
 
 
@@ -163,11 +164,17 @@ def _drop_torn_line(path: Path) -> int:
     """Cuts off what stands after the last newline; returns how many bytes that were."""
     if not path.exists():
         return 0
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        os.truncate(path, end)
-    return len(data) - end
+    with path.open("r+b") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(end - _BLOCK, 0)
+            file.seek(start)
+            if (found := file.read(end - start).rfind(b"\n") + 1) > 0:
+                end = start + found
+                break
+            end = start
+        file.truncate(end)
+    return size - end
 
 
 def _append(file: IO[bytes], line: str) -> None:

@@ -14,6 +14,7 @@ from support import eval_tasks
 
 from da_jax.checkpoints.tiny import language as lang
 from da_jax.engine.request import SamplingParams
+from da_jax.evals import folder as folder_module
 from da_jax.evals import planning
 from da_jax.evals.task import Group, Score
 from da_jax.protocol.modes import Arm
@@ -60,6 +61,16 @@ def test_an_interrupted_run_goes_on_to_the_same_records(lab, undisturbed, tmp_pa
         assert 7 <= len(folder.prompts) < 36
     assert lab.run(tmp_path / "run") == 0
     assert lab.records(tmp_path / "run") == lab.records(undisturbed)
+
+
+@pytest.mark.parametrize("block", [1, 7, 2**20])
+@pytest.mark.parametrize("text", ["", "a\nbb\n", "a\nbb\nccc", "ccc", "\n"])
+def test_what_follows_the_last_newline_is_cut_off(monkeypatch, tmp_path, text, block):
+    monkeypatch.setattr(folder_module, "_BLOCK", block)
+    (tmp_path / "file").write_text(text)
+    kept = text[: text.rfind("\n") + 1]
+    assert folder_module._drop_torn_line(tmp_path / "file") == len(text) - len(kept)
+    assert (tmp_path / "file").read_text() == kept
 
 
 def test_a_run_may_grow(lab, undisturbed, tmp_path):

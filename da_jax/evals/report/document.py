@@ -80,7 +80,13 @@ def overview(report: Figures) -> Table:
 
 def _of_model(model: Figures) -> Iterator[Section]:
     figures, name = model["all"], model["name"]
-    yield Section(f"{name}: sources", table=_sources(figures["sources"]))
+    yield Section(
+        f"{name}: sources",
+        paragraphs=(
+            f"n responses and tokens of the prompt: {' / '.join(figures['macro']['arms'])}.",
+        ),
+        table=_sources(figures["sources"]),
+    )
     yield Section(
         f"{name}: where declarations cost more",
         paragraphs=(_costs(figures["costs_more"]), _saving(figures["saving"])),
@@ -117,8 +123,8 @@ def _head(report: Figures) -> str:
         "that full attention sees, token by token; read tokens are those of whole pages; steps are "
         "decode steps. Of all visible is the share of what the same responses would attend with "
         "everything visible. All are means over the responses of a source, then over sources, "
-        f"which weigh the same. In brackets: {report['level']:.0%} intervals, of an arm by Wilson's "
-        "score, of the difference of two arms by a paired bootstrap within sources "
+        f"which weigh the same. In brackets: {report['level']:.0%} intervals, of an arm by "
+        "Wilson's score, of the difference of two arms by a paired bootstrap within sources "
         f"({report['draws']:,} draws). Made by da-jax {report['version']}."
     )
 
@@ -166,14 +172,15 @@ def _arms_of(unit: Figures, first: tuple[str, ...]) -> Iterator[tuple[str, ...]]
 
 
 def _sources(found: Sequence[Figures]) -> Table:
-    columns = ("source", "group", "n", *(f"accuracy {arm}" for arm in ARMS), "da less vanilla",
-               *(f"attended {arm}" for arm in ARMS), "da/vanilla", "da/unmasked",
+    columns = ("source", "group", "n", "prompt", *(f"accuracy {arm}" for arm in ARMS),
+               "da less vanilla", *(f"attended {arm}" for arm in ARMS), "da/vanilla", "da/unmasked",
                *(f"steps {arm}" for arm in ARMS))  # fmt: skip
     rows = []
     for one in found:
         arms, compared = one["arms"], one["compared"]
         rows.append((
             one["task"], one["group"], " / ".join(str(arms[arm]["n"]) for arm in arms),
+            " / ".join(count(arms[arm]["prompt_tokens"]) for arm in arms),
             *(interval(arms[arm]["accuracy"]) if arm in arms else NONE for arm in ARMS),
             difference(compared.get("da/vanilla")),
             *(count(arms[arm]["attended"]) if arm in arms else NONE for arm in ARMS),
