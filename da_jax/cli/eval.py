@@ -130,7 +130,7 @@ def _own(options: Options) -> None:
             planning.check_prompts(plan, kept.prompts)
             missing = any(key not in kept.prompts for key in plan.prompts)
             unscored = _ask(options, setup, plan, length, kept, bars) if missing else 0
-    _finish(options, plan, unscored)
+    _finish(options, plan, unscored, kept.reason)
 
 
 def _prepare(options: Options) -> _Setup:
@@ -176,6 +176,8 @@ def _ask(
     def watch(kept: RunFolder, done: int) -> None:
         means = {arm: total / count for arm, (total, count) in sorted(kept.scores.items())}
         shown = ", ".join(f"{arm} {mean:.0%}" for arm, mean in means.items())
+        if kept.reason:
+            shown += f", {len(kept.unscored)} unscored: {kept.reason}"
         bars("answering", done, len(plan.prompts), shown)
 
     try:
@@ -197,7 +199,7 @@ def _ask(
         sys.exit(INTERRUPTED)
 
 
-def _finish(options: Options, plan: Plan, unscored: int) -> None:
+def _finish(options: Options, plan: Plan, unscored: int, reason: str) -> None:
     """Reports; a run with unscored responses ends with exit status 1."""
     if unscored < len(plan.prompts):
         report_command.show([options.out], options.out, options.page, options.json)
@@ -205,7 +207,7 @@ def _finish(options: Options, plan: Plan, unscored: int) -> None:
         print(
             f"da-jax: {unscored} of {len(plan.prompts)} responses could not be scored; they are "
             f"kept in {options.out / 'unscored.jsonl'} with the reason. The same command scores "
-            "them again",
+            f"them again{f'. The last reason: {reason}' if reason else ''}",
             file=sys.stderr,
         )
         sys.exit(1)

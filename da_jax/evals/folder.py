@@ -24,12 +24,14 @@ class RunFolder:
       prompts: {key: prompt_sha256} of the records that are there.
       scores: {arm: [sum of scores, records]}.
       unscored: responses whose scoring failed, by key.
+      reason: why the last of them failed in this run; empty if none did.
       notes: what was found and mended.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.notes: list[str] = []
+        self.reason = ""
         self.prompts: dict[Key, str] = {}
         self.scores: dict[str, list[float]] = {}
         for name in (RECORDS, UNSCORED):
@@ -54,6 +56,7 @@ class RunFolder:
     def keep_unscored(self, record: Record, reason: str) -> None:
         """Keeps a response that could not be scored (its score is void) for the next resumption."""
         self.unscored[record.key] = record
+        self.reason = reason
         line = json.dumps({"reason": reason, "record": json.loads(record.to_json())})
         with (self.path / UNSCORED).open("ab") as file:
             _append(file, line)

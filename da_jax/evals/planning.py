@@ -97,7 +97,8 @@ class Prompts:
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+        # A document may be longer than the model is made for: what does not fit is refused later.
+        return len(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def asked(self, arm: Arm) -> Arm:
         """The arm that the engine runs."""
@@ -143,7 +144,10 @@ def cases(selection: Selection, count: Callable[[str], int]) -> Iterator[Case]:
                     made += 1
                     yield Case(task, length, example)
             except ValueError as error:
-                raise ValueError(f"task {task.name}, length {length}: {error}") from error
+                raise ValueError(
+                    f"task {task.name}, length {length}: {error}; change --lengths or --n, or name "
+                    "tasks without it"
+                ) from error
             if made != selection.n:
                 raise ValueError(
                     f"task {task.name} has {made} examples of length {length}, but --n is "

@@ -115,7 +115,7 @@ class _Runner:
                         self._take(event, pool)
                 else:
                     wait(self._scoring, return_when=FIRST_COMPLETED)
-                if kept := self._keep():
+                if (kept := self._keep()) is not None:
                     yield kept
         finally:
             for number in self._pending:
@@ -193,10 +193,15 @@ class _Runner:
         """Begins to score one answer, which all of the records share."""
         self._scoring[pool.submit(task.score, example, records[0].answer)] = records
 
-    def _keep(self) -> int:
-        """Puts what is scored into the folder; returns how many records that were."""
-        kept = 0
-        for future in [future for future in self._scoring if future.done()]:
+    def _keep(self) -> int | None:
+        """Puts what is scored into the folder.
+
+        Returns:
+          How many records that were; None where nothing was ready, neither scored nor failed.
+        """
+        ready = [future for future in self._scoring if future.done()]
+        kept = 0 if ready else None
+        for future in ready:
             records = self._scoring[future]  # kept unscored if anything below raises
             try:
                 score = future.result()
@@ -206,11 +211,11 @@ class _Runner:
                 for record in records:
                     self._folder.keep_unscored(record, f"{type(error).__name__}: {error}")
             else:
+                value, details = float(score.value), dict(score.details)
                 for record in records:
-                    value, details = float(score.value), dict(score.details)
                     self._folder.add(
                         dataclasses.replace(record, score=value, score_details=details)
                     )
-                    kept += 1
+                kept = (kept or 0) + len(records)
             del self._scoring[future]
         return kept

@@ -87,6 +87,7 @@ def test_unscored_responses_are_told_and_fail_the_command(da_jax, monkeypatch, t
     monkeypatch.setattr(eval_tasks.Facts, "score", score)
     code, out, err = da_jax(*FACTS, "--out", tmp_path)
     assert code == 1 and "12 of 24 responses could not be scored" in err
+    assert "The last reason: ConnectionError: no judge" in err
     assert "vanilla" in out
     assert "12 responses wait for a score" in (tmp_path / "report.md").read_text()
     monkeypatch.setattr(eval_tasks.Facts, "score", score_of)

@@ -86,7 +86,9 @@ def _model(path: Path) -> dict[str, Any]:
         "da_only": bool(settings.get("style", {}).get("da_only")),
         "unscored": folders.count_unscored(path),
         "examples": {
-            arm: len({row.example for row in found if row.arm == arm}) for arm in rows.ARMS
+            arm: number
+            for arm in rows.ARMS
+            if (number := len({row.example for row in found if row.arm == arm}))
         },
         "all": figures.slice_of(found),
         "terminating": figures.slice_of(ended) if ended else None,

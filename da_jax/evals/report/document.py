@@ -146,7 +146,7 @@ def _groups(models: Sequence[Figures]) -> Table:
 
 
 _ARM_COLUMNS = (
-    "arm", "n", "accuracy", "less vanilla", "attended", "of vanilla", "of unmasked",
+    "arm", "sources", "n", "accuracy", "less vanilla", "attended", "of vanilla", "of unmasked",
     "of all visible", "read", "steps",
 )  # fmt: skip
 
@@ -159,6 +159,7 @@ def _arms_of(unit: Figures, first: tuple[str, ...]) -> Iterator[tuple[str, ...]]
         yield (
             *first,
             arm,
+            str(figures["sources"]),
             f"{figures['n']:,}",
             interval(figures["accuracy"]),
             difference(to_vanilla),
@@ -275,8 +276,8 @@ def _notes_of(model: Figures) -> Iterator[str]:
     figures = model["all"]
     sizes = [arm["n"] for one in figures["sources"] for arm in one["arms"].values()]
     yield (
-        f"{len(figures['sources'])} sources, {min(sizes)} to {max(sizes)} responses of each in an "
-        "arm."
+        f"{len(figures['sources'])} sources; the least has {min(sizes)} responses in an arm, the "
+        f"largest {max(sizes)}."
     )
     if model["da_only"]:
         yield (
@@ -295,6 +296,15 @@ def _notes_of(model: Figures) -> Iterator[str]:
     main = figures["macro"]
     if all(one["group"] == "control" for one in figures["sources"]):
         yield "there are only controls, so that all sources are controls here."
+    endless = [arm for arm, found in main["arms"].items() if found["non_terminating"]]
+    if endless:
+        yield (
+            f"some responses of {', '.join(endless)} ran into their limit of tokens; see the "
+            "section without them."
+        )
+    if not any(arm["accuracy"]["value"] for arm in main["arms"].values()):
+        yield "no answer is right in any arm, so that nothing is said of what declarations cost."
+        return
     for name, versus in main["compared"].items():
         if not versus["differing"] and not (model["da_only"] and name == "unmasked/vanilla"):
             yield (
@@ -302,12 +312,6 @@ def _notes_of(model: Figures) -> Iterator[str]:
                 f"The interval of a bootstrap is then empty, and means little: with "
                 f"{versus['pairs']} pairs, up to {3 / versus['pairs']:.1%} of all may differ."
             )
-    endless = [arm for arm, found in main["arms"].items() if found["non_terminating"]]
-    if endless:
-        yield (
-            f"some responses of {', '.join(endless)} ran into their limit of tokens; see the "
-            "section without them."
-        )
 
 
 def _saving(saving: Figures) -> str:

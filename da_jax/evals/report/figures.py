@@ -76,6 +76,7 @@ def arm_figures(sources: Sequence[Sequence[Row]]) -> dict[str, Any]:
     totals = {what: sum(means[f"{what}_{m}"] for m in MODES) for what in ("tokens", "attended")}
     return {
         "n": sum(map(len, sources)),
+        "sources": len(sources),
         "accuracy": accuracy._asdict(),
         "attended": means["attended"],
         "read": means["read"],
