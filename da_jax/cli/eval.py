@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,18 @@ _SECONDS_A_LINE = 60  # of progress, where there is no terminal
 
 
 @dataclasses.dataclass(frozen=True)
+class Public:
+    """Arguments about public data and its judge."""
+
+    data: Path
+    allow_download: bool
+    accepted: frozenset[str]
+    judge: str | None
+    judge_url: str
+    judge_key_env: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Options:
     """Arguments of the command; `sampling` and `engine` are passed on as they are."""
 
@@ -58,6 +71,7 @@ class Options:
     max_model_len: int | None
     json: bool
     page: bool
+    public: Public
     sampling: dict[str, Any]
     engine: dict[str, Any]
 
@@ -133,10 +147,48 @@ def _own(options: Options) -> None:
     _finish(options, plan, unscored, kept.reason)
 
 
+def _judge(options: Options) -> Any:
+    """The judge that is named, or None."""
+    if options.public.judge is None:
+        return None
+    from da_jax.evals.judge import Judge
+
+    return Judge(
+        model=options.public.judge,
+        url=options.public.judge_url,
+        key_env=options.public.judge_key_env,
+        cache=options.out / "verdicts",
+    )
+
+
+def _public(options: Options, judge: Any, longest: int) -> Any:
+    """Where public data is, and who judges; None where this installation has none."""
+    if importlib.util.find_spec("da_jax.evals.public") is None:
+        return None
+    from da_jax.evals.public import PublicOptions
+
+    told: set[str] = set()
+
+    def show(licence: str) -> None:
+        if licence not in told:  # data is read twice, before and while it is answered
+            told.add(licence)
+            print(licence, file=sys.stderr)
+
+    return PublicOptions(
+        folder=options.public.data,
+        allow_download=options.public.allow_download,
+        accepted=options.public.accepted,
+        judge=judge,
+        max_tokens=longest,
+        show=show,
+    )
+
+
 def _prepare(options: Options) -> _Setup:
+    lengths, judge = numbers("--lengths", options.lengths or LENGTHS), _judge(options)
     selection = Selection(
-        tasks=tuple(suites.load(options.suite)),
-        lengths=numbers("--lengths", options.lengths or LENGTHS),
+        tasks=tuple(suites.load(options.suite, _public(options, judge, max(lengths)))),
+        lengths=lengths,
         n=options.n,
         seed=options.seed,
         arms=tuple(Arm(name.strip()) for name in options.arms.split(",")),
@@ -157,6 +209,7 @@ def _prepare(options: Options) -> _Setup:
         "engine": _engine_settings(config, folder, model.family),
         "sampling": _sampling_settings(sampling, options.sampling_seed),
         "thinking": options.thinking,
+        "judge": None if judge is None else judge.identity,
         **planning.settings(selection, prompts),
     }
     positions = model.max_positions

@@ -87,6 +87,25 @@ def evaluate(
     data_parallel: Annotated[
         int, typer.Option(help="Copies of the model, each on devices of its own.")
     ] = DEFAULT.data_parallel,
+    data: Annotated[
+        Path, typer.Option(help="Folder of public data, with one folder for each source.")
+    ] = Path("data"),
+    allow_download: Annotated[
+        bool, typer.Option("--allow-download", help="Fetch public data that is missing.")
+    ] = False,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(help="Source whose licence you accept, where it is asked; may be repeated."),
+    ] = None,
+    judge: Annotated[
+        str | None, typer.Option(help="Model that judges free-form answers of public tasks.")
+    ] = None,
+    judge_url: Annotated[
+        str, typer.Option(help="Its endpoint, of the OpenAI chat form.")
+    ] = "https://api.openai.com/v1",
+    judge_key_env: Annotated[
+        str, typer.Option(help="Environment variable that holds its key.")
+    ] = "OPENAI_API_KEY",
     html: Html = True,
     json_: Json = False,
 ) -> None:
@@ -109,6 +128,10 @@ def evaluate(
             model=model, suite=suite, arms=arms, lengths=lengths, n=n, seed=seed, out=out,
             style=style, system=system, thinking=thinking, max_tokens=max_tokens,
             sampling_seed=sampling_seed, max_model_len=max_model_len, json=json_, page=html,
+            public=command.Public(
+                data=data, allow_download=allow_download, accepted=frozenset(accept or ()),
+                judge=judge, judge_url=judge_url, judge_key_env=judge_key_env,
+            ),
             sampling=dict(
                 temperature=temperature, top_k=top_k, top_p=top_p,
                 presence_penalty=presence_penalty, guided=guided,

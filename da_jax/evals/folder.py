@@ -187,14 +187,15 @@ def _append(file: IO[bytes], line: str) -> None:
 
 
 def _agree(path: Path, settings: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Writes the settings of a new folder, or compares them with those that are there."""
-    if not (path / SETTINGS).exists():
-        if (path / RECORDS).exists():
-            raise ValueError(f"{path} has {RECORDS} but no {SETTINGS}; name another folder")
+    """Writes the settings of a folder without responses, else compares them with its own."""
+    files = [path / name for name in (RECORDS, UNSCORED)]
+    if not any(file.exists() and file.stat().st_size for file in files):
         new = path / f"{SETTINGS}.new"
         new.write_text(json.dumps({"settings": settings, "about": about}, indent=1) + "\n")
         new.replace(path / SETTINGS)
         return
+    if not (path / SETTINGS).exists():
+        raise ValueError(f"{path} has responses but no {SETTINGS}; name another folder")
     there, here = _flat(read_settings(path)[0]), _flat(settings)
     different = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     if different:

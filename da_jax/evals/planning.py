@@ -144,10 +144,7 @@ def cases(selection: Selection, count: Callable[[str], int]) -> Iterator[Case]:
                     made += 1
                     yield Case(task, length, example)
             except ValueError as error:
-                raise ValueError(
-                    f"task {task.name}, length {length}: {error}; change --lengths or --n, or name "
-                    "tasks without it"
-                ) from error
+                raise ValueError(f"task {task.name}, length {length}: {error}") from error
             if made != selection.n:
                 raise ValueError(
                     f"task {task.name} has {made} examples of length {length}, but --n is "

@@ -159,6 +159,17 @@ def test_what_other_settings_made_is_not_mixed(lab, undisturbed):
     }
 
 
+def test_a_folder_without_responses_takes_any_settings(lab, undisturbed, tmp_path):
+    for seed in (0, 1):
+        with lab.folder(tmp_path, lab.selection(seed=seed)):
+            pass
+    assert json.loads((tmp_path / "settings.json").read_text())["settings"]["seed"] == 1
+    (tmp_path / "settings.json").unlink()
+    (tmp_path / "records.jsonl").write_bytes((undisturbed / "records.jsonl").read_bytes())
+    with pytest.raises(ValueError, match=r"has responses but no settings\.json"):
+        lab.folder(tmp_path, lab.selection()).__enter__()
+
+
 def test_another_prompt_under_the_same_settings_is_refused(lab, undisturbed):
     class Other(eval_tasks.Facts):
         def _example(self, rng, length, index):
