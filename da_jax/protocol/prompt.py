@@ -124,6 +124,11 @@ class PromptRenderer:
         self._kwargs["enable_thinking"] = thinking
         self.style = self._choose(candidates)
 
+    @property
+    def template_kwargs(self) -> Mapping[str, Any]:
+        """What the chat template is given besides messages and tools."""
+        return dict(self._kwargs)
+
     def split(self, document: str) -> list[str]:
         """Cuts a document into chunks of the style's size; none for an empty one."""
         starts = self._encoder.encode([(_text("document", document), False)]).starts
