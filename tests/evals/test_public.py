@@ -1,0 +1,242 @@
+import json
+import zipfile
+
+import pytest
+
+from da_jax.evals.public import TASKS, PublicOptions, SourceError, scoring
+from da_jax.evals.public import sources as sources_lib
+from da_jax.evals.task import Score
+
+
+class Parrot:
+    """A judge that says what it was asked."""
+
+    def score(self, question, reference, response):
+        return Score(1.0, {"asked": (question, reference, response)})
+
+
+def write(path, data):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = data if isinstance(data, list) else [data]
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+
+
+def words(text):
+    return len(text.split())
+
+
+@pytest.fixture
+def options(tmp_path):
+    accepted = frozenset({"longbench", "zero_scrolls"})
+    return PublicOptions(
+        folder=tmp_path, accepted=accepted, judge=Parrot(), show=lambda text: None
+    )  # fmt: skip
+
+
+def only(name, options, n=1, length=1000):
+    task = TASKS[name](options)
+    return task, list(task.examples(length, n, 0, words))
+
+
+def test_the_fifteen_sources_have_the_papers_groups(options):
+    made = {name: make(options) for name, make in TASKS.items()}
+    assert len(made) == 15 and all(task.name == name for name, task in made.items())
+    groups = [task.group.value for task in made.values()]
+    assert groups == ["single"] * 10 + ["multi"] * 5
+    assert all(task.licence and task.description and task.origin for task in made.values())
+    synthetic = {
+        name for name, task in made.items() if "not those that the paper" in task.description
+    }
+    assert synthetic == {
+        "longbench_qmsum", "longbench2_multidoc_qa", "loogle_summarization",
+        "longbench2_singledoc_qa",
+    }  # fmt: skip
+
+
+def test_ruler_asks_with_the_last_line_and_counts_every_output(options, tmp_path):
+    text = "Some magic numbers are hidden.\nOne is: 7.\nWhat are all of them? They are"
+    row = {"index": 0, "input": text, "outputs": ["7", "12"], "length": 20}
+    write(tmp_path / "ruler/niah_single_1/validation.jsonl", row)
+    task, (example,) = only("ruler_niah_single_1", options)
+    assert example.document == "Some magic numbers are hidden.\nOne is: 7."
+    assert example.question == "What are all of them? They are"
+    assert task.score(example, "7 and 12").value == 1
+    assert task.score(example, "only 12").value == 0.5
+
+
+def test_qmsum_is_judged_against_its_answers(options, tmp_path):
+    row = {
+        "input": "What of X?",
+        "context": "A: X is late.",
+        "answers": ["It is late"],
+        "length": 9,
+    }
+    write(tmp_path / "longbench/qmsum.jsonl", row | {"all_classes": None, "_id": "1"})
+    task, (example,) = only("longbench_qmsum", options)
+    assert example.document == "A: X is late." and example.question.startswith("What of X?")
+    asked = task.score(example, "Late.").details["asked"]
+    assert asked == (example.question, "It is late", "Late.")
+
+
+def test_longbench_v2_is_cut_by_domain_and_scored_by_letter(options, tmp_path):
+    rows = [
+        {
+            "_id": str(i), "domain": domain, "sub_domain": "s", "difficulty": "easy",
+            "length": "short", "question": f"Which {i}?", "choice_A": "one", "choice_B": "two",
+            "choice_C": "three", "choice_D": "four", "answer": "C", "context": f"text {i}",
+        }
+        for i, domain in enumerate(
+            ["Single-Document QA", "Multi-Document QA", "Code Repository Understanding",
+             "Long-dialogue History Understanding"]
+        )
+    ]  # fmt: skip
+    (tmp_path / "longbench-v2").mkdir()
+    (tmp_path / "longbench-v2/data.json").write_text(json.dumps(rows))
+    names = ["singledoc_qa", "multidoc_qa", "code_repo", "dialogue_history"]
+    for number, name in enumerate(names):
+        task, (example,) = only(f"longbench2_{name}", options)
+        assert example.document == f"text {number}" and f"Which {number}?" in example.question
+        assert "(B) two" in example.question and example.expected == ("C",)
+        assert task.score(example, "The answer is (C)").value == 1
+        assert task.score(example, "B").value == 0
+
+
+@pytest.mark.parametrize("literal", [True, False])
+def test_loogle_gives_an_example_for_each_pair(options, tmp_path, literal):
+    pairs = [{"Q": "Who?", "A": "Ada", "S": ["It was Ada."]}, {"Q": "When?", "A": "1843"}]
+    row = {"input": "It was Ada.", "title": "t", "qa_pairs": str(pairs) if literal else pairs}
+    write(tmp_path / "loogle/longdep_qa.jsonl", row | {"output": "none"})
+    _, found = only("loogle_longdep_qa", options, n=2)
+    assert {(e.question, e.expected) for e in found} == {("Who?", ("Ada",)), ("When?", ("1843",))}
+    masks = {"<mask-0>": "Ada"}
+    write(
+        tmp_path / "loogle/shortdep_cloze.jsonl",
+        row | {"qa_pairs": [{"Q": "<mask-0> wrote.", "A": masks}]},
+    )
+    _, (cloze,) = only("loogle_shortdep_cloze", options)
+    assert cloze.question.startswith("<mask-0> wrote.") and json.loads(cloze.expected[0]) == masks
+    write(
+        tmp_path / "loogle/longdep_summarization.jsonl",
+        {"input": "A paper.", "title": "p", "qa_pairs": "none", "output": "Its abstract."},
+    )
+    _, (summary,) = only("loogle_summarization", options)
+    assert (summary.document, summary.expected) == ("A paper.", ("Its abstract.",))
+
+
+def scrolls_row(document, query, output):
+    head = "You are given a text.\n\nText:\n"
+    return {
+        "id": "1", "pid": "1_0", "input": f"{head}{document}\n\n{query}", "output": output,
+        "document_start_index": len(head), "document_end_index": len(head) + len(document),
+        "query_start_index": len(head) + len(document) + 2, "truncation_seperator": "...",
+    }  # fmt: skip
+
+
+def test_zero_scrolls_is_cut_at_its_own_offsets_also_in_a_zip(options, tmp_path):
+    row = scrolls_row("A story.", "Question: Who?\n(A) a\n(B) b\n\nAnswer:", "(B) b")
+    (tmp_path / "zero_scrolls").mkdir()
+    with zipfile.ZipFile(tmp_path / "zero_scrolls/quality.zip", "w") as archive:
+        archive.writestr("quality/validation.jsonl", json.dumps(row) + "\n")
+        archive.writestr("quality/test.jsonl", json.dumps({**row, "output": None}) + "\n")
+    task, (example,) = only("zeroscrolls_quality", options)
+    assert example.document == "A story."
+    assert example.question.startswith("You are given a text.") and "(B) b" in example.question
+    assert task.score(example, "B").value == 1 and task.score(example, "(A)").value == 0
+    write(
+        tmp_path / "zero_scrolls/space_digest/validation.jsonl",
+        scrolls_row("Good. Bad.", "What percentage?", "50%"),
+    )
+    task, (example,) = only("zeroscrolls_space_digest", options)
+    assert task.score(example, "It is 60%.").value == 0.5
+    write(
+        tmp_path / "zero_scrolls/space_digest/validation.jsonl", scrolls_row("Good.", "What?", None)
+    )
+    with pytest.raises(SourceError, match=r"the test split .* hides"):
+        only("zeroscrolls_space_digest", options)
+
+
+def test_examples_are_short_enough_different_and_the_same_for_a_seed(options, tmp_path):
+    rows = [{"input": f"{'w ' * n}\nq{n}?", "outputs": ["x"]} for n in (1, 2, 3, 3, 50)]
+    write(tmp_path / "ruler/niah_single_2.jsonl", rows)
+    task, found = only("ruler_niah_single_2", options, n=3, length=10)
+    assert {e.question for e in found} == {"q1?", "q2?", "q3?"} and len(found) == 3
+    assert found == list(task.examples(10, 3, 0, words))
+    orders = {tuple(e.question for e in task.examples(10, 3, s, words)) for s in range(20)}
+    assert len(orders) > 1
+    with pytest.raises(
+        ValueError, match="has 3 different examples of up to 10 tokens among 4, not 4"
+    ):
+        list(task.examples(10, 4, 0, words))
+
+
+def test_a_missing_or_damaged_source_is_an_error_that_says_what_to_do(options, tmp_path):
+    with pytest.raises(
+        SourceError, match=r"data\.json is missing; get it from https.*put it there"
+    ):
+        only("longbench2_code_repo", options)
+    (tmp_path / "ruler").mkdir()
+    path = tmp_path / "ruler/niah_single_3.jsonl"
+    path.write_text('{"input": "a')
+    with pytest.raises(SourceError, match="is damaged"):
+        only("ruler_niah_single_3", options)
+    path.write_text('{"prompt": "a\\nb"}\n')
+    with pytest.raises(SourceError, match=r"row 1: not as published \(KeyError: 'input'\)"):
+        only("ruler_niah_single_3", options)
+    with pytest.raises(SourceError, match="give a judge"):
+        TASKS["longbench_qmsum"](PublicOptions())
+
+
+def test_data_without_a_licence_is_not_read_before_it_is_accepted(tmp_path):
+    with pytest.raises(SourceError, match=r"states no licence.*accepted=\{'zero_scrolls'\}"):
+        only("zeroscrolls_quality", PublicOptions(folder=tmp_path))
+
+
+def test_the_licence_is_shown_before_the_first_row(tmp_path):
+    shown = []
+    write(tmp_path / "ruler/niah_single_1.jsonl", {"input": "a\nb?", "outputs": ["x"]})
+    only("ruler_niah_single_1", PublicOptions(folder=tmp_path, show=shown.append))
+    assert len(shown) == 1 and "apache-2.0" in shown[0]
+
+
+class Hub:
+    """Stands in for huggingface_hub."""
+
+    def __init__(self, licence, path):
+        self.licence, self.path = licence, path
+
+    def dataset_info(self, name):
+        return type("Info", (), {"card_data": {"license": self.licence}})
+
+
+def test_another_licence_on_the_hub_stops_the_download(options, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    fetched = tmp_path / "elsewhere.json"
+    write(fetched, {"input": "t", "qa_pairs": [{"Q": "q", "A": "a"}]})
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Hub("cc-by-nc-4.0", fetched))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: str(fetched))
+    allowed = sources_lib.dataclasses.replace(options, allow_download=True)
+    with pytest.raises(SourceError, match=r"states the licence 'cc-by-nc-4.0', not 'cc-by-sa-4.0'"):
+        only("loogle_longdep_qa", allowed)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Hub("cc-by-sa-4.0", fetched))
+    _, (example,) = only("loogle_longdep_qa", allowed)
+    assert example.expected == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("answer", "chosen"),
+    [
+        ("B", "B"), ("(D)", "D"), ("The answer is (C).", "C"), ("Answer: A", "A"),
+        ("A thing is odd, so the correct answer is B", "B"), ("not sure", None),
+        ("Between A and C I choose C", "C"),
+    ],
+)  # fmt: skip
+def test_a_letter_is_read_from_an_answer(answer, chosen):
+    assert scoring.letter(answer, "B").details == {"chosen": chosen}
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"), [("40%", 1), ("30", 0.5), ("about 60.0 %", 0.25), ("140%", 0), ("?", 0)]
+)
+def test_percentages_lose_half_for_each_ten_points(answer, value):
+    assert scoring.percentage(answer, "40%").value == pytest.approx(value)
