@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -162,9 +161,7 @@ def _judge(options: Options) -> Any:
 
 
 def _public(options: Options, judge: Any, longest: int) -> Any:
-    """Where public data is, and who judges; None where this installation has none."""
-    if importlib.util.find_spec("da_jax.evals.public") is None:
-        return None
+    """Where public data is, and who judges."""
     from da_jax.evals.public import PublicOptions
 
     told: set[str] = set()

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -148,7 +149,7 @@ class Judge:
         verdict = self._ask(prompt)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}.partial")
+            partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
             record = {**verdict._asdict(), "judge": self.identity}
             partial.write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
             partial.replace(path)

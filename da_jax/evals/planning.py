@@ -145,7 +145,7 @@ def cases(selection: Selection, count: Callable[[str], int]) -> Iterator[Case]:
                     yield Case(task, length, example)
             except ValueError as error:
                 raise ValueError(f"task {task.name}, length {length}: {error}") from error
-            if made != selection.n:
+            if made != selection.n and not task.finite:
                 raise ValueError(
                     f"task {task.name} has {made} examples of length {length}, but --n is "
                     f"{selection.n}; lower --n, or raise --lengths"

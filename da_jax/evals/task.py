@@ -75,6 +75,8 @@ class Task(abc.ABC):
       origin: where the examples come from: "generated", or the public data set.
       licence: of the examples, as its owner states it.
       max_tokens: most tokens of a response, in every arm.
+      finite: whether there are only so many examples; then a run takes those there are, if they are
+        fewer than it asks for.
     """
 
     name: str
@@ -83,10 +85,11 @@ class Task(abc.ABC):
     origin: str = "generated"
     licence: str = "Apache-2.0"
     max_tokens: int = 512
+    finite: bool = False
 
     @abc.abstractmethod
     def examples(self, length: int, n: int, seed: int, count: Count) -> Iterator[Example]:
-        """The first `n` examples of a length and seed, always the same ones.
+        """The first `n` examples of a length and seed, always the same ones whatever `n` is.
 
         Args:
           length: most tokens of document and question together.
@@ -95,7 +98,7 @@ class Task(abc.ABC):
           count: how tokens are counted.
 
         Raises:
-          ValueError: the task has no example that is so short, or not so many of them.
+          ValueError: the task has no example that is so short.
         """
 
     @abc.abstractmethod

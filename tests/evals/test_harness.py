@@ -6,12 +6,12 @@ import pytest
 from lm_eval.api.instance import Instance
 from support.dense import dense_logits
 
-from da_jax import LLM
 from da_jax.evals import harness
 from da_jax.evals.harness_model import ContextTooLong, HarnessModel, _cut, split_prompt
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:(datasets|lm_eval|dill|multiprocess)"),
 ]
 
@@ -20,9 +20,9 @@ def instance(kind, *args, doc=None, task="a_task"):
     return Instance(kind, doc or {}, args, 0, metadata=(task, 0, 1))
 
 
-@pytest.fixture(scope="module")
-def tiny_llm():
-    return LLM.from_pretrained("tiny", max_model_len=512, max_num_seqs=4)
+@pytest.fixture
+def tiny_llm(lab):
+    return lab.llm
 
 
 def dense_logprobs(llm, ids):

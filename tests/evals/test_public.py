@@ -3,6 +3,7 @@ import zipfile
 
 import pytest
 
+from da_jax.evals import planning
 from da_jax.evals.public import TASKS, PublicOptions, SourceError, scoring
 from da_jax.evals.public import sources as sources_lib
 from da_jax.evals.task import Score
@@ -163,10 +164,10 @@ def test_examples_are_short_enough_different_and_the_same_for_a_seed(options, tm
     assert found == list(task.examples(10, 3, 0, words))
     orders = {tuple(e.question for e in task.examples(10, 3, s, words)) for s in range(20)}
     assert len(orders) > 1
-    with pytest.raises(
-        ValueError, match="has 3 different examples of up to 10 tokens among 4, not 4"
-    ):
-        list(task.examples(10, 4, 0, words))
+    assert found[:2] == list(task.examples(10, 2, 0, words))  # a run may grow
+    assert found == list(task.examples(10, 128, 0, words))  # there are no more
+    with pytest.raises(ValueError, match=r"none of the 4 examples of .* has up to 1 tokens"):
+        list(task.examples(1, 4, 0, words))
 
 
 def test_a_missing_or_damaged_source_is_an_error_that_says_what_to_do(options, tmp_path):
@@ -240,3 +241,14 @@ def test_a_letter_is_read_from_an_answer(answer, chosen):
 )
 def test_percentages_lose_half_for_each_ten_points(answer, value):
     assert scoring.percentage(answer, "40%").value == pytest.approx(value)
+
+
+def test_a_run_takes_what_there_is(options, tmp_path):
+    rows = [{"input": f"w\nq{n}?", "outputs": ["x"]} for n in range(3)]
+    write(tmp_path / "ruler/niah_single_2.jsonl", rows)
+    task, _ = only("ruler_niah_single_2", options, n=1, length=10)
+    asked = lambda task: list(planning.cases(planning.Selection((task,), (10,), 128), words))
+    assert [case.example.index for case in asked(task)] == [0, 1, 2]
+    task.finite = False  # as one that is generated
+    with pytest.raises(ValueError, match="has 3 examples of length 10, but --n is 128"):
+        asked(task)

@@ -108,6 +108,8 @@ class _Kind:
 class PublicTask(Task):
     """Examples of a public data set: of up to a length, without repetitions, drawn by seed."""
 
+    finite = True
+
     def __init__(self, name: str, kind: _Kind, options: PublicOptions) -> None:
         source = SOURCES[kind.source]
         self.name, self.group, self.description = name, kind.group, kind.description
@@ -126,12 +128,13 @@ class PublicTask(Task):
             seen.add(item)
             if count(item.document) + count(item.question) <= most:
                 items.append(item)
-        if len(items) < n:
+        if not items:
             raise ValueError(
-                f"{self.name} has {len(items)} different examples of up to {most} tokens among "
-                f"{len(seen)}, not {n}; ask for fewer or a greater length"
+                f"none of the {len(seen)} examples of {self.name} has up to {most} tokens; give a "
+                "greater length"
             )
-        for index, item in enumerate(random.Random(seed).sample(items, n)):
+        random.Random(seed).shuffle(items)
+        for index, item in enumerate(items[:n]):
             yield Example(self.name, index, *item)
 
     def score(self, example: Example, answer: str) -> Score:
