@@ -1,6 +1,7 @@
 """What is known of the chips that JAX runs on: names, memory sizes and peak rates.
 
-Rates are the vendors' peaks for what JAX calls one device: a whole chip where its cores act as one
+Rates are the vendors' peaks (NVIDIA's data sheets, without sparsity; Google Cloud's pages on TPU
+versions) for what JAX calls one device: a whole chip where its cores act as one
 (TPU v4 and v5p), one of the two cores of a TPU7x.
 """
 

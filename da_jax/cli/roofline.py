@@ -184,7 +184,11 @@ def _of_workload(
         for mode, share in shares.items()
     )
     told = f"{words}; {options.more_steps:.2f} times the steps of a response without declarations."
-    return grid.rows(machine, contexts, batches, of_mix, options.more_steps), [told]
+    gains = [
+        grid.gains_from(dataclasses.replace(machine, batch=batch), of_mix, options.more_steps)
+        for batch in batches
+    ]
+    return grid.rows(machine, contexts, batches, of_mix, options.more_steps), [told, *gains]
 
 
 def _of_records(

@@ -80,6 +80,23 @@ def rows(
     ]
 
 
+def gains_from(
+    machine: Machine, declared: Callable[[int], Workload], more_steps: float = 1.0
+) -> str:
+    """From which context on a step, and a response, gain something, in a sentence."""
+    contexts = [2**n for n in range(10, 31) if 2**n <= machine.config.max_positions]
+    found = rows(machine, contexts, [machine.batch], declared, more_steps)
+    first = {
+        "a step": next((row.context for row in found if row.step_ratio <= 1 - LITTLE), None),
+        "a response": next((row.context for row in found if row.response_ratio < 1), None),
+    }
+    words = " and ".join(
+        f"{what} {'gains nowhere' if n is None else f'gains from {n:,.0f} tokens on'}"
+        for what, n in first.items()
+    )
+    return f"At batch {machine.batch} {words} (powers of two up to {contexts[-1]:,})."
+
+
 def findings(found: Sequence[Row]) -> list[str]:
     """Where declarations gain nothing, in sentences."""
     said = []
