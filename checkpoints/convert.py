@@ -181,10 +181,10 @@ def _check_source(origin: epath.Path, progress: Progress) -> None:
 def _changed_parameters(
     folder: epath.Path, checksums: Mapping[str, str], progress: Progress, stage: str
 ) -> list[str]:
-    opened, faults = {}, []
+    store, opened, faults = orbax.store(folder), {}, []
     for name in checksums:
         try:
-            opened[name] = orbax.stored(folder, name)
+            opened[name] = store.open(name)
         except CheckpointError as error:
             faults.append(str(error))
     count = _counter(progress, stage, sum(map(streaming.nbytes, opened.values())))
@@ -230,9 +230,9 @@ def _compared(
     target: epath.Path, sources: Mapping[str, Source], count: streaming.Progress
 ) -> Mapping[str, str]:
     """The checksums of what was written."""
-    checksums, faults = {}, []
+    store, checksums, faults = orbax.store(target), {}, []
     for name, source in sources.items():
-        checksums[name], same = streaming.checksum(orbax.stored(target, name), source, count)
+        checksums[name], same = streaming.checksum(store.open(name), source, count)
         if not same:
             faults.append(name)
     if faults:

@@ -34,7 +34,7 @@ from da_jax.models.decoder import Decoder
 
 __all__ = [
     "PARAMS", "RECORD", "Record", "completed", "discard", "is_orbax", "load", "sources", "state",
-    "stored", "write_params",
+    "store", "write_params",
 ]  # fmt: skip
 _TEMPORARY = f"{PARAMS}.orbax-checkpoint-tmp*"  # Orbax renames it to `params` at the end
 
@@ -75,16 +75,9 @@ def write_params(
     (folder / PARAMS / "commit_success.txt").write_text("Checkpoint commit was successful")
 
 
-def stored(folder: epath.Path, name: str) -> streaming.Stored:
-    """A parameter of a checkpoint, read in parts.
-
-    Raises:
-      CheckpointError: when it cannot be opened.
-    """
-    try:
-        return streaming.Stored(folder / PARAMS, name)
-    except ValueError as error:
-        raise CheckpointError(f"{folder / PARAMS}: {name} cannot be read: {error}") from error
+def store(folder: epath.Path) -> streaming.Store:
+    """The parameters of a checkpoint, read in parts."""
+    return streaming.Store(folder / PARAMS)
 
 
 def load(
@@ -149,7 +142,8 @@ def sources(folder: epath.Path, config: ModelConfig) -> Iterator[dict[str, Sourc
 
 
 def _sources(folder: epath.Path, names: Iterable[str]) -> dict[str, Source]:
-    return {name: Reported(stored(folder, name), name, folder) for name in names}
+    opened = store(folder)
+    return {name: Reported(opened.open(name), name, folder) for name in names}
 
 
 def _metadata(folder: epath.Path) -> Mapping[str, Any]:

@@ -25,6 +25,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from da_jax.checkpoints import sources
+from da_jax.checkpoints.errors import CheckpointError
 from da_jax.checkpoints.sources import Index, Source, blocks
 
 Progress = Callable[[int], None]  # called with the bytes done since the last call
@@ -65,6 +66,32 @@ def write(path: epath.Path, arrays: Mapping[str, Source], progress: Progress) ->
         raise
 
 
+class Store:
+    """The arrays of a checkpoint, for one operation, such as a load.
+
+    The index of a checkpoint is read once and kept with the context, so that one that outlives the
+    operation would look for the arrays of a folder that has been replaced.
+
+    Args:
+      path: the Orbax checkpoint.
+    """
+
+    def __init__(self, path: epath.Path):
+        self._path, self._context = path, ts.Context(_CACHE)
+
+    def open(self, name: str) -> Stored:
+        """An array, read in parts.
+
+        Raises:
+          CheckpointError: when it cannot be opened.
+        """
+        spec = {"driver": "zarr3", "kvstore": _database(self._path / STATE, name), "open": True}
+        try:
+            return Stored(ts.open(spec, context=self._context).result())
+        except ValueError as error:
+            raise CheckpointError(f"{self._path}: {name} cannot be read: {error}") from error
+
+
 class Stored:
     """An array of a checkpoint, as a `Source`.
 
@@ -72,9 +99,8 @@ class Stored:
       chunk: the shape in which it is stored; blocks that start at its multiples are read fastest.
     """
 
-    def __init__(self, path: epath.Path, name: str):
-        spec = {"driver": "zarr3", "kvstore": _database(path / STATE, name), "open": True}
-        self._store = ts.open(spec, context=_CONTEXT).result()
+    def __init__(self, store: ts.TensorStore):
+        self._store = store
         self.shape = tuple(self._store.shape)
         self.dtype = self._store.dtype.numpy_dtype
         self.order = tuple(range(len(self.shape)))
@@ -299,7 +325,7 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
-_CONTEXT = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 10**8}})
+_CACHE = {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}}
 
 
 def _database(directory: epath.Path, name: str) -> dict[str, Any]:
