@@ -22,7 +22,7 @@ from da_jax.models import hf_config, registry
 from da_jax.models.config import ModelConfig
 from da_jax.models.decoder import Decoder
 
-__all__ = ["TINY", "convert", "is_int8", "load", "resolve", "verify"]
+__all__ = ["TINY", "check_destination", "convert", "is_int8", "load", "resolve", "verify"]
 Folder = str | os.PathLike[str]
 Progress = Callable[[str, int, int], None]  # (stage, bytes done, bytes in all)
 
@@ -97,7 +97,7 @@ def convert(
     Raises:
       FileExistsError: when there is a checkpoint in `destination` already, before any work.
       NotADirectoryError: when `destination` is a file.
-      ValueError: when it is the source.
+      ValueError: when it is the source, or on `gs://` without the package for it.
       ConfigError, CheckpointError: what is wrong with `source`, such as a number that `dtype`
         cannot hold.
       OSError: when the destination cannot be written, such as a full disk.
@@ -105,7 +105,9 @@ def convert(
     origin, target = paths.absolute(source), paths.absolute(destination)
     if quantize not in (None, "int8"):
         raise ValueError(f"quantize is {quantize!r}; it must be 'int8' or None")
-    found = _state(origin, target)
+    if paths.same(origin, target):
+        raise ValueError(f"{target} is the source; name another folder to write")
+    found = check_destination(target)
     _check_source(origin, progress)
     config = hf_config.read(origin)
     model = registry.abstract(config, dtype=dtype, quantized=quantize is not None)
@@ -127,6 +129,21 @@ def convert(
                 written = dataclasses.replace(written, checksums=checksums, metadata=metadata)
             dataclasses.replace(written, complete=True).write(target)
     return total
+
+
+def check_destination(destination: Folder) -> record.State:
+    """What a folder to be written holds: nothing, or an unfinished conversion.
+
+    Raises:
+      FileExistsError, NotADirectoryError, ValueError: as `convert`.
+    """
+    target = paths.absolute(destination)
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(f"{target} is a file; name a folder to write")
+    found = record.state(target)
+    if found == "complete":
+        raise FileExistsError(f"{target} already holds an Orbax checkpoint; remove it first")
+    return found
 
 
 def verify(
@@ -157,18 +174,6 @@ def verify(
     faults = _changed_files(where) + _changed_parameters(where, checksums, progress, "verifying")
     _raise(where, faults)
     return checksums
-
-
-def _state(origin: epath.Path, target: epath.Path) -> record.State:
-    """What is in the destination; refuses one that cannot be written to."""
-    if paths.same(origin, target):
-        raise ValueError(f"{target} is the source; name another folder to write")
-    if target.exists() and not target.is_dir():
-        raise NotADirectoryError(f"{target} is a file; name a folder to write")
-    found = record.state(target)
-    if found == "complete":
-        raise FileExistsError(f"{target} already holds an Orbax checkpoint; remove it first")
-    return found
 
 
 def _check_source(origin: epath.Path, progress: Progress) -> None:

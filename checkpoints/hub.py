@@ -31,7 +31,7 @@ def resolve(
     Raises:
       FileNotFoundError: for a name that is none of these, or a hub id that cannot be had; it says
         what to do, such as which licence to accept.
-      ValueError: for a revision of what is no hub id.
+      ValueError: for a revision of what is no hub id, or a remote folder that cannot be read here.
       OSError: when the download cannot be stored.
     """
     name = os.fspath(path_or_id)
@@ -39,7 +39,7 @@ def resolve(
     if paths.is_remote(name) or folder.is_dir():
         if revision is not None:
             raise ValueError(f"revision {revision!r} is for hub ids, and {name!r} is a folder")
-        return epath.Path(name) if paths.is_remote(name) else folder
+        return paths.absolute(name) if paths.is_remote(name) else folder
     if not _ID.fullmatch(name):
         raise FileNotFoundError(
             f"{name!r} is no folder, nor a hub id of the form owner/name, nor 'tiny'"

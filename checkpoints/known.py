@@ -1,11 +1,16 @@
-"""What is known of a model by its name alone, without its weights, JAX or the network."""
+"""What is known of a model by its name alone, without its weights or JAX.
+
+The network is needed for a folder on `gs://` alone.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
 
-from da_jax.checkpoints import hub, record
+from etils import epath
+
+from da_jax.checkpoints import hub, paths, record
 from da_jax.models import catalog, hf_config
 from da_jax.models.config import ModelConfig
 
@@ -28,8 +33,8 @@ def find(name: str) -> Known:
     """Finds a model.
 
     Args:
-      name: `tiny`, a folder with a `config.json`, a hub id that is in the hub's cache, or a size
-        of the catalogue.
+      name: `tiny`, a folder with a `config.json` (also on `gs://`), a hub id that is in the
+        hub's cache, or a size of the catalogue.
 
     Raises:
       ValueError: for any other name.
@@ -38,18 +43,24 @@ def find(name: str) -> Known:
     """
     if name == "tiny":
         return Known("ships with the package", hf_config.read(hub.TINY))
+    if paths.is_remote(name):
+        return _read(paths.absolute(name))
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = _cached(name) or folder
     if folder.is_dir():
-        int8 = record.completed(folder).quantize is not None
-        return Known(str(folder), hf_config.read(folder), int8)
+        return _read(folder)
     if size := catalog.find(name):
         return Known(f"catalogue: {size}", hf_config.parse(catalog.hf_config(size)))
     raise ValueError(
         f"{catalog.unknown(name)}. A folder with a config.json or the id of a cached hub "
         "repository does as well"
     )
+
+
+def _read(folder: Path | epath.Path) -> Known:
+    int8 = record.completed(folder).quantize is not None
+    return Known(str(folder), hf_config.read(folder), int8)
 
 
 def _cached(name: str) -> Path | None:

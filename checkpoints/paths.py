@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import fnmatch
 import hashlib
+import importlib.util
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +23,38 @@ _NO_METADATA = ("*.index.json", "da_jax.json")
 
 
 def absolute(path: str | os.PathLike[str]) -> epath.Path:
-    """A path that does not depend on the working directory; one with `://` is remote."""
+    """A path that does not depend on the working directory; one with `://` is remote.
+
+    Raises:
+      ValueError: for remote storage that is not Google's, or that cannot be read for want of a
+        package.
+    """
     text = os.fspath(path)
-    return epath.Path(text) if "://" in text else epath.Path(Path(text).expanduser().absolute())
+    if not is_remote(text):
+        return epath.Path(Path(text).expanduser().absolute())
+    _require_remote(text)
+    return epath.Path(text)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether a path is not on this machine."""
     return "://" in os.fspath(path)
+
+
+def _require_remote(path: str) -> None:
+    """Refuses what epath could not read; it goes through TensorFlow where that is installed."""
+    if not path.startswith("gs://"):
+        raise ValueError(f"{path!r}: of remote folders only gs://bucket/folder is supported")
+    if importlib.util.find_spec("tensorflow") is not None:
+        return
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class("gcs")
+    except ImportError as error:
+        raise ValueError(
+            f"{path!r} needs gcsfs to be read or written ({error}): pip install 'da-jax[gcs]'"
+        ) from error
 
 
 def same(left: epath.Path, right: epath.Path) -> bool:
@@ -65,10 +92,14 @@ def copy_metadata(source: epath.Path, destination: epath.Path) -> dict[str, str]
 
 
 def local_metadata(folder: str | os.PathLike[str]) -> Path:
-    """A local folder with the metadata of a checkpoint: itself, or a copy of a remote one's."""
+    """A local folder with the metadata of a checkpoint: itself, or a copy of a remote one's.
+
+    A copy is removed when the process ends.
+    """
     if not is_remote(folder):
         return Path(folder)
     copy = Path(tempfile.mkdtemp(prefix="da_jax-"))
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
     copy_metadata(absolute(folder), epath.Path(copy))
     return copy
 

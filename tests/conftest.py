@@ -1,6 +1,10 @@
 import os
+import sys
 
 import pytest
+from etils.epath import backend
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 from support import tiny
 
 from da_jax import LLM, EngineConfig, Style
@@ -26,3 +30,20 @@ def tiny_folder(tmp_path_factory):
 def random_llm(tiny_folder):
     """An engine around the random model. Say what it writes with `forced`."""
     return LLM.from_pretrained(tiny_folder, style=Style(**tiny.STYLE), config=ENGINE)
+
+
+@pytest.fixture
+def no_gcsfs(monkeypatch):
+    """As installed without the extra `gcs`, wherever the tests run."""
+    monkeypatch.delitem(_registry, "gcs", raising=False)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """`gs://bucket` in memory, for all that goes through epath."""
+    files = type("Bucket", (MemoryFileSystem,), {"store": {}, "pseudo_dirs": [""]})
+    monkeypatch.setitem(_registry, "gcs", files)
+    backend._FileSystemSpecBackend._get_filesystem.cache_clear()
+    yield "gs://bucket"
+    backend._FileSystemSpecBackend._get_filesystem.cache_clear()

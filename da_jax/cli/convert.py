@@ -44,6 +44,7 @@ def run(
     if destination is None:
         raise ValueError("name the folder to write, after the source")
     how: Literal["int8"] | None = "int8" if quantize else None
+    convert.check_destination(destination)  # before anything is downloaded
     folder = convert.resolve(source, revision=revision)
     if not paths.has_tokenizer(paths.absolute(folder)):
         print(

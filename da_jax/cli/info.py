@@ -1,6 +1,7 @@
 """`da-jax info`: what a model is made of, what it costs, and where it fits.
 
-Neither JAX nor the network is needed: all is arithmetic on the configuration.
+JAX is not needed, and the network for a folder on `gs://` alone: all is arithmetic on the
+configuration.
 """
 
 from __future__ import annotations

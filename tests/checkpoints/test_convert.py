@@ -243,7 +243,7 @@ def test_a_full_disk_is_one_error_that_names_the_destination(folder, tmp_path, m
     assert_equal(load(tmp_path / "orbax"), load(folder))
 
 
-def test_remote_destinations_are_described_as_such():
+def test_remote_destinations_are_described_as_such(bucket):
     remote = paths.absolute("gs://bucket/models/x")
     assert str(remote) == "gs://bucket/models/x" and paths.is_remote(remote)
     spec = streaming._database(remote / "params", "embedding")
@@ -251,13 +251,20 @@ def test_remote_destinations_are_described_as_such():
     assert not paths.is_remote(paths.absolute("x")) and paths.absolute("x").is_absolute()
 
 
-def test_metadata_of_a_remote_checkpoint_is_copied_here(folder, monkeypatch):
+def test_metadata_of_a_remote_checkpoint_is_copied_here_and_removed_at_the_end(
+    folder, bucket, monkeypatch
+):
     assert paths.local_metadata(folder) == folder
-    monkeypatch.setattr(paths, "is_remote", lambda path: True)
-    monkeypatch.setattr(paths, "absolute", epath.Path)
-    copy = paths.local_metadata(folder)
-    assert copy != folder and files(copy).keys() == {"config.json"}
-    shutil.rmtree(copy)
+    (epath.Path(bucket) / "model").mkdir(parents=True)
+    for name, path in files(folder).items():
+        (epath.Path(bucket) / "model" / name).write_bytes(path.read_bytes())
+    ends = []
+    monkeypatch.setattr("atexit.register", lambda call, *args, **kw: ends.append((call, args, kw)))
+    copy = paths.local_metadata(f"{bucket}/model")
+    assert files(copy).keys() == {"config.json"}
+    for call, arguments, options in ends:
+        call(*arguments, **options)
+    assert not copy.exists()
 
 
 def damage(folder):

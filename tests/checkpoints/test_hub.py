@@ -2,9 +2,11 @@
 
 import types
 
+import jax.numpy as jnp
 import pytest
 from huggingface_hub import errors
 
+from da_jax import LLM
 from da_jax.checkpoints import convert
 
 
@@ -22,7 +24,6 @@ def response(status):
 def test_folders_and_the_shipped_checkpoint_need_no_network(tmp_path, monkeypatch):
     assert convert.resolve(tmp_path) == tmp_path
     assert convert.resolve("tiny") == convert.TINY
-    assert str(convert.resolve("gs://bucket/model")) == "gs://bucket/model"
     with pytest.raises(FileNotFoundError, match="no folder"):
         convert.resolve("no-such-model")
     with pytest.raises(ValueError, match="revision 'v1' is for hub ids"):
@@ -30,6 +31,21 @@ def test_folders_and_the_shipped_checkpoint_need_no_network(tmp_path, monkeypatc
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(FileNotFoundError, match=r"no folder 'nobody/no-such-model', .*reached"):
         convert.resolve("nobody/no-such-model")
+
+
+def test_a_bucket_needs_an_extra_and_other_remote_folders_are_refused(bucket, request):
+    assert str(convert.resolve(f"{bucket}/model")) == "gs://bucket/model"
+    with pytest.raises(ValueError, match=r"s3://bucket/model'.* only gs://bucket/folder"):
+        convert.resolve("s3://bucket/model")
+    request.getfixturevalue("no_gcsfs")
+    for work in (
+        lambda name: LLM.from_pretrained(name),
+        lambda name: convert.load(name, dtype=jnp.dtype(jnp.float32)),
+        convert.resolve,
+        convert.verify,
+    ):
+        with pytest.raises(ValueError, match=r"gs://bucket/x'.*gcsfs.*install 'da-jax\[gcs\]'"):
+            work("gs://bucket/x")
 
 
 def test_a_hub_id_is_downloaded_without_pickles(tmp_path, monkeypatch):

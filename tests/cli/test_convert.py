@@ -70,3 +70,16 @@ def test_options_that_make_no_sense_are_refused(convert, arguments, words, tmp_p
     code, out, err = convert(*arguments)
     assert code == 1 and out == "" and words in err and "Traceback" not in err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_bucket_without_its_package_is_refused_before_anything_is_downloaded(
+    convert, no_gcsfs, monkeypatch
+):
+    def download(name, **options):
+        raise AssertionError(f"{name} was downloaded")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for arguments in (("nobody/model", "gs://bucket/x"), ("--verify-only", "gs://bucket/x")):
+        code, out, err = convert(*arguments)
+        assert code == 1 and out == "" and "Traceback" not in err
+        assert "pip install 'da-jax[gcs]'" in err

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from etils import epath
 
 from da_jax.cli import main as cli
 from da_jax.models import catalog
@@ -104,6 +105,18 @@ def test_a_folder_is_read(info, tmp_path):
     facts = json.loads(out)
     assert code == 0 and facts["source"] == str(tmp_path)
     assert facts["parameters"] == 999_885_952 and facts["max_positions"] == 32_768
+
+
+def test_a_folder_in_a_bucket_is_read(info, bucket):
+    folder = epath.Path(bucket) / "model"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(catalog.hf_config("gemma-3-1b")))
+    code, out, _ = info(f"{bucket}/model", "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["source"] == f"{bucket}/model"
+    assert facts["parameters"] == 999_885_952
+    code, _, err = info(f"{bucket}/nothing")
+    assert code == 1 and "gs://bucket/nothing/config.json does not exist" in err
 
 
 def test_a_converted_folder_says_what_it_holds(info, tmp_path):
