@@ -83,7 +83,8 @@ def convert(
 
     Args:
       source: a Hugging Face folder, or an Orbax folder.
-      destination: folder to write, may be on `gs://`; created.
+      destination: folder to write, may be on `gs://`; created. It may be there if it is empty, or
+        holds an unfinished conversion.
       dtype: dtype on disk. A few small parameters of some models are float32 all the same.
       quantize: `int8` stores matrices as int8 with float32 scales.
       progress: called with (stage, bytes done, bytes in all) from another thread; the stages are
@@ -95,8 +96,8 @@ def convert(
       Bytes of the parameters, before compression.
 
     Raises:
-      FileExistsError: when there is a checkpoint in `destination` already, before any work.
-      NotADirectoryError: when `destination` is a file.
+      FileExistsError: when `destination` holds a checkpoint or other files, before any work.
+      NotADirectoryError: when `destination` is a file, or below one.
       ValueError: when it is the source, or on `gs://` without the package for it.
       ConfigError, CheckpointError: what is wrong with `source`, such as a number that `dtype`
         cannot hold.
@@ -108,10 +109,12 @@ def convert(
     if paths.same(origin, target):
         raise ValueError(f"{target} is the source; name another folder to write")
     found = check_destination(target)
-    _check_source(origin, progress)
+    checksums = record.completed(origin).checksums  # of an Orbax folder that was verified
     config = hf_config.read(origin)
     model = registry.abstract(config, dtype=dtype, quantized=quantize is not None)
     with _sources(origin, config) as stored:
+        if checksums is not None:
+            _raise(origin, _changed_parameters(origin, checksums, progress, "checking the source"))
         sources = wanted(stored, flat_parameters(model))
         total = sum(map(streaming.nbytes, sources.values()))
         if found == "incomplete":
@@ -122,11 +125,12 @@ def convert(
             target.mkdir(parents=True, exist_ok=True)
             written.write(target)
             orbax.write_params(target, sources, _counter(progress, "converting", total))
-            metadata = paths.copy_metadata(origin, target)
             if verify:
                 count = _counter(progress, "verifying", total)
-                checksums = _compared(target, sources, count)
-                written = dataclasses.replace(written, checksums=checksums, metadata=metadata)
+                written = dataclasses.replace(written, checksums=_compared(target, sources, count))
+            metadata = paths.copy_metadata(origin, target)
+            if verify:
+                written = dataclasses.replace(written, metadata=metadata)
             dataclasses.replace(written, complete=True).write(target)
     return total
 
@@ -138,11 +142,19 @@ def check_destination(destination: Folder) -> record.State:
       FileExistsError, NotADirectoryError, ValueError: as `convert`.
     """
     target = paths.absolute(destination)
-    if target.exists() and not target.is_dir():
-        raise NotADirectoryError(f"{target} is a file; name a folder to write")
+    above = () if paths.is_remote(target) else target.parents
+    for path in (target, *above):
+        if path.exists() and not path.is_dir():
+            below = "" if path == target else f", and {target} would be below it"
+            raise NotADirectoryError(f"{path} is a file{below}; name another folder to write")
     found = record.state(target)
     if found == "complete":
         raise FileExistsError(f"{target} already holds an Orbax checkpoint; remove it first")
+    if found == "none" and (others := orbax.others(target)):
+        raise FileExistsError(
+            f"{target} holds other files ({', '.join(others[:3])}{', ...' * (len(others) > 3)}), "
+            "some of which would be overwritten; name a new or an empty folder"
+        )
     return found
 
 
@@ -174,13 +186,6 @@ def verify(
     faults = _changed_files(where) + _changed_parameters(where, checksums, progress, "verifying")
     _raise(where, faults)
     return checksums
-
-
-def _check_source(origin: epath.Path, progress: Progress) -> None:
-    """Refuses an Orbax folder that is incomplete, or whose parameters are not as written."""
-    checksums = record.completed(origin).checksums
-    if checksums is not None:
-        _raise(origin, _changed_parameters(origin, checksums, progress, "checking the source"))
 
 
 def _changed_parameters(

@@ -8,6 +8,7 @@ folder/params/       an Orbax checkpoint of the flat dictionary {dotted path: ar
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,23 +34,34 @@ from da_jax.models.config import ModelConfig
 from da_jax.models.decoder import Decoder
 
 __all__ = [
-    "PARAMS", "RECORD", "Record", "completed", "discard", "is_orbax", "load", "sources", "state",
-    "store", "write_params",
+    "PARAMS", "RECORD", "Record", "completed", "discard", "is_orbax", "load", "others", "sources",
+    "state", "store", "write_params",
 ]  # fmt: skip
 _TEMPORARY = f"{PARAMS}.orbax-checkpoint-tmp*"  # Orbax renames it to `params` at the end
+
+
+def others(folder: epath.Path) -> list[str]:
+    """Names in a folder that no conversion writes before it has finished with the parameters."""
+    ours = {PARAMS, RECORD, f"{RECORD}.new"}
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return [name for name in names if name not in ours and not fnmatch.fnmatch(name, _TEMPORARY)]
 
 
 def discard(folder: epath.Path) -> None:
     """Removes what an unfinished conversion left in a folder, and the folder if that was all.
 
+    Else the record stays and says `incomplete`, so that a conversion may start over.
+
     Raises:
-      OSError: for what cannot be removed; then the record is still there, and says `incomplete`.
+      OSError: for what cannot be removed; then the record is still there too.
     """
     for path in [folder / PARAMS, *folder.glob(_TEMPORARY)]:
         _remove(path)
+    if others(folder):
+        return
     for name in (RECORD, f"{RECORD}.new"):
         (folder / name).unlink(missing_ok=True)
-    if folder.is_dir() and not any(folder.iterdir()):
+    if folder.is_dir():
         folder.rmdir()
 
 

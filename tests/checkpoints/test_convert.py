@@ -120,8 +120,13 @@ def test_an_orbax_checkpoint_becomes_int8_at_load_and_by_conversion(folder, tmp_
     assert_equal(load(tmp_path / "exact", jnp.bfloat16, quantized=True), at_load)
     convert.convert(tmp_path / "exact", tmp_path / "again", dtype=jnp.bfloat16, quantize="int8")
     assert_equal(load(tmp_path / "again", jnp.bfloat16), at_load)
-    with pytest.raises(CheckpointError, match="int8 already"):
-        convert.convert(tmp_path / "again", tmp_path / "no", dtype=jnp.float32)
+    stages = []
+    with pytest.raises(CheckpointError, match="int8 already"):  # before all of it is read
+        convert.convert(
+            tmp_path / "again", tmp_path / "no", dtype=jnp.float32,
+            progress=lambda stage, *_: stages.append(stage),
+        )  # fmt: skip
+    assert stages == []
     with pytest.raises(ValueError, match="'int4'"):
         convert.convert(folder, tmp_path / "no", dtype=jnp.float32, quantize="int4")
     assert not (tmp_path / "no").exists()
@@ -421,7 +426,41 @@ def test_destinations_that_cannot_be_are_refused(folder, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(NotADirectoryError, match="is a file"):
         convert.convert(folder, tmp_path / "file", dtype=jnp.float32)
+    words = f"{tmp_path / 'file'} is a file, and .* would be below it; name another"
+    with pytest.raises(NotADirectoryError, match=words):
+        convert.convert(folder, tmp_path / "file" / "a" / "b", dtype=jnp.float32)
     assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_folder_that_holds_something_else_is_not_written_to(folder, tmp_path):
+    other = references.write_folder("qwen3", tmp_path / "other")
+    before = {name: path.read_bytes() for name, path in files(other).items()}
+    words = rf"{other} holds other files \(config.json, model.safetensors\).* empty folder"
+    with pytest.raises(FileExistsError, match=words):
+        convert.convert(folder, other, dtype=jnp.float32)
+    assert {name: path.read_bytes() for name, path in files(other).items()} == before
+    (tmp_path / "empty").mkdir()
+    convert.convert(folder, tmp_path / "empty", dtype=jnp.float32)
+
+
+def test_a_conversion_that_failed_near_its_end_can_be_done_again(folder, tmp_path, monkeypatch):
+    (folder / "tokenizer.json").write_text("{}")
+    write, calls = orbax.Record.write, []
+
+    def full(self, target):
+        calls.append(self)
+        if self.complete:
+            raise OSError(28, "No space left on device")
+        write(self, target)
+
+    monkeypatch.setattr(orbax.Record, "write", full)
+    with pytest.raises(OSError, match="free space"):
+        convert.convert(folder, tmp_path / "orbax", dtype=jnp.float32)
+    assert [record.complete for record in calls] == [False, True]
+    monkeypatch.undo()
+    assert (tmp_path / "orbax" / "tokenizer.json").exists()
+    convert.convert(folder, tmp_path / "orbax", dtype=jnp.float32)
+    convert.verify(tmp_path / "orbax")
 
 
 def test_arrays_are_written_in_the_order_of_the_model(folder):
