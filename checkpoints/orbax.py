@@ -28,7 +28,7 @@ from da_jax.checkpoints.parameters import (
     wanted,
 )
 from da_jax.checkpoints.record import PARAMS, RECORD, Record, completed, is_orbax, state
-from da_jax.checkpoints.sources import Reported, Source, to_jax
+from da_jax.checkpoints.sources import Cast, Reported, Source, blocks, narrower, to_jax
 from da_jax.models import hf_config, registry
 from da_jax.models.config import ModelConfig
 from da_jax.models.decoder import Decoder
@@ -110,8 +110,9 @@ def load(
       as_stored: paths of parameters that keep the dtype of the file.
 
     Raises:
-      CheckpointError: listing every parameter that is missing, left over or of a wrong shape, or
-        when the conversion that wrote the folder did not finish.
+      CheckpointError: listing every parameter that is missing, left over or of a wrong shape; for a
+        number beyond the range of `dtype`; or when the conversion that wrote the folder did not
+        finish.
     """
     folder = paths.absolute(folder)
     int8 = completed(folder).quantize is not None
@@ -133,6 +134,7 @@ def load(
             for path, leaf in parameters.items()
         }
         values = _restore(folder / PARAMS, leaves, shardings)
+        _check_range(folder, metadata, values)
     assign(model, values)
     return model
 
@@ -226,3 +228,26 @@ def _restore(
     except Exception as error:  # Orbax raises no narrower one for an array that it cannot read
         reason = str(error.__cause__ or error)
         raise CheckpointError(f"{path} cannot be read: {reason}; convert it again") from error
+
+
+def _check_range(
+    folder: epath.Path, metadata: Mapping[str, Any], values: Mapping[str, jax.Array]
+) -> None:
+    """Refuses numbers that became infinite as Orbax cast them, as `Cast` does.
+
+    One pass over the devices' memory, and none where no dtype has become narrower; only a parameter
+    with infinite numbers is read again, which may be infinite in the checkpoint too.
+    """
+    opened = store(folder)
+    for name, value in values.items():
+        if value.dtype == jnp.int8 or not narrower(value.dtype, metadata[name].dtype):
+            continue
+        if not _finite(value):
+            cast = Cast(opened.open(name), value.dtype, name=name)
+            for block in blocks(cast):
+                cast.read(block)
+
+
+@jax.jit
+def _finite(value: jax.Array) -> jax.Array:
+    return jnp.isfinite(value).all()

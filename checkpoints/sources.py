@@ -132,7 +132,7 @@ class Cast:
     def __init__(self, source: Source, dtype: np.dtype, name: str = "a tensor"):
         self._source, self._name = source, name
         self.shape, self.order, self.dtype = source.shape, source.order, np.dtype(dtype)
-        self._narrower = _largest(self.dtype) < _largest(source.dtype)
+        self._narrower = narrower(self.dtype, source.dtype)
 
     def read(self, index: Index) -> np.ndarray:
         value = self._source.read(index)
@@ -148,6 +148,11 @@ class Cast:
                 f"({_largest(self.dtype):g}); use bfloat16 or float32"
             )
         return cast
+
+
+def narrower(dtype: np.dtype, than: np.dtype) -> bool:
+    """Whether some finite numbers of one floating point dtype are beyond the range of another."""
+    return _largest(np.dtype(dtype)) < _largest(np.dtype(than))
 
 
 def _largest(dtype: np.dtype) -> float:

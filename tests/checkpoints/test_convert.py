@@ -374,6 +374,19 @@ def test_numbers_that_do_not_fit_name_the_parameter(
     assert not (tmp_path / "orbax").exists()
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_numbers_that_do_not_fit_are_refused_at_load_too(folder, tmp_path, quantize):
+    name = "model.norm.weight"  # never int8
+    rewrite(folder, name, lambda array: np.put(array, 7, np.inf))
+    convert.convert(folder, tmp_path / "infinite", dtype=jnp.float32, quantize=quantize)
+    assert np.isinf(load(tmp_path / "infinite", jnp.float16)["norm.scale"]).sum() == 1
+    rewrite(folder, name, lambda array: np.put(array, 7, 70_000))
+    convert.convert(folder, tmp_path / "orbax", dtype=jnp.float32, quantize=quantize)
+    with pytest.raises(CheckpointError, match=r"norm\.scale has .*range of float16 \(65504\); use"):
+        load(tmp_path / "orbax", jnp.float16)
+    assert load(tmp_path / "orbax", jnp.bfloat16)["norm.scale"].max() > 69_000
+
+
 def test_an_unreadable_source_is_not_blamed_on_the_destination(folder, tmp_path, monkeypatch):
     def broken(self, index):
         raise OSError(5, "Input/output error")
