@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from da_jax.models import hf_fields
 from da_jax.models.config import (
     Attention,
     ConfigError,
@@ -79,8 +80,10 @@ def parse(config: Mapping[str, Any]) -> ModelConfig:
     """The model that a parsed `config.json` describes; the text part of a multimodal one.
 
     Raises:
-      ConfigError: for a model type or an option that is not computed here.
+      ConfigError: for a model type or an option that is not computed here, or a value that cannot
+        be, such as a text for a number.
     """
+    hf_fields.check(config)
     outer = config.get("model_type")
     if outer not in FAMILIES:
         raise ConfigError(
@@ -212,8 +215,6 @@ def _need(config: Mapping[str, Any], key: str) -> Any:
 def _layer_types(config: Mapping[str, Any], default: Any, known: tuple[str, ...]) -> list[str]:
     """The kind of each layer: `layer_types`, or what `default(index)` says."""
     count = _need(config, "num_hidden_layers")
-    if count < 1:
-        raise ConfigError(f"num_hidden_layers is {count}; a model has at least one")
     types = list(config.get("layer_types") or map(default, range(count)))
     if len(types) != count:
         raise ConfigError(f"layer_types names {len(types)} layers of num_hidden_layers {count}")
@@ -419,7 +420,7 @@ def _gemma4_shapes(config: Mapping[str, Any], types: list[str]) -> list[tuple[in
     `per_layer_config` instead, with zero-padded keys. The KV heads of full layers differ only where
     keys and values share a projection.
     """
-    per_layer = {int(k): v for k, v in (config.get("per_layer_config") or {}).items()}
+    per_layer = {int(k): v or {} for k, v in (config.get("per_layer_config") or {}).items()}
     head_dim = config.get("head_dim") or 256
     kv_heads = _need(config, "num_key_value_heads")
     full_dim = config.get("global_head_dim") or (head_dim if per_layer else 512)

@@ -2,8 +2,11 @@ import dataclasses
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.references import CASES
 
+from da_jax.models import hf_fields
 from da_jax.models.config import Attention, ConfigError, Experts, GatedDelta, Layer, RopeConfig
 from da_jax.models.hf_config import parse, read_json, rope
 
@@ -50,6 +53,71 @@ def test_head_dim_follows_from_the_width_when_it_is_not_given():
 def test_what_is_not_computed_is_refused_by_name(case, change, words):
     with pytest.raises(ConfigError, match=words):
         parse(CASES[case] | change)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        ("qwen3", {"quantization_config": "fp8"}, "^quantization_config is 'fp8' .* JSON object"),
+        ("qwen3", {"rope_parameters": [1]}, r"^rope_parameters is \[1\] .* JSON object"),
+        ("qwen3", {"rope_scaling": "yarn"}, "^rope_scaling is 'yarn'"),
+        ("qwen3", {"text_config": [1]}, r"^text_config is \[1\]"),
+        ("qwen3", {"model_type": ["qwen3"]}, r"^model_type is \['qwen3'\] .* a text"),
+        ("qwen3", {"num_hidden_layers": "4"}, "^num_hidden_layers is '4' .* whole number"),
+        ("qwen3", {"num_hidden_layers": 2.5}, "^num_hidden_layers is 2.5"),
+        ("qwen3", {"num_hidden_layers": True}, "^num_hidden_layers is True"),
+        ("qwen3", {"num_attention_heads": 0}, "^num_attention_heads is 0 .* at least 1"),
+        ("qwen3", {"rms_norm_eps": "x"}, "^rms_norm_eps is 'x' .* number above 0"),
+        ("qwen3", {"rope_theta": "1e6"}, "^rope_theta is '1e6'"),
+        ("qwen3", {"layer_types": "full_attention"}, "^layer_types is 'full_attention'"),
+        ("qwen3", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2'"),
+        ("qwen3_5", {"linear_num_key_heads": 0}, "^linear_num_key_heads is 0"),
+        ("gemma4_31b", {"per_layer_config": [1]}, r"^per_layer_config is \[1\]"),
+        ("gemma4_31b", {"per_layer_config": {"x": {}}}, "^per_layer_config has 'x'"),
+        ("gemma4_31b", {"per_layer_config": {"01": 3}}, r"^per_layer_config\.01 is 3"),
+        (
+            "gemma4_31b", {"per_layer_config": {"01": {"head_dim": "8"}}},
+            r"^per_layer_config\.01\.head_dim is '8'",
+        ),
+        (
+            "gemma3_text", {"rope_parameters": {"full_attention": 3}},
+            r"^rope_parameters\.full_attention is 3",
+        ),
+        (
+            "gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_theta": -1}}},
+            r"^rope_parameters\.sliding_attention\.rope_theta is -1",
+        ),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_named_with_its_field(case, change, words):
+    with pytest.raises(ConfigError, match=words):
+        parse(CASES[case] | change)
+    if change.keys() & {"text_config", "model_type"}:
+        return
+    outer = CASES[case] | {"text_config": CASES[case] | change}
+    with pytest.raises(ConfigError, match=words.replace("^", r"^text_config\.")):
+        parse(outer)
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from(["qwen3", "qwen3_moe", "qwen3_5", "gemma3_text", "gemma4_31b", "gemma4_e2b"]),
+    st.data(),
+)
+def test_whatever_a_field_holds_it_is_read_or_refused(case, data):
+    name = data.draw(st.sampled_from(sorted(hf_fields._FIELDS)))
+    json_value = st.recursive(
+        st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from([*hf_fields._ROPE, "1"]), inner, max_size=3)
+        ),
+        max_leaves=4,
+    )
+    try:
+        parse(CASES[case] | {name: data.draw(json_value)})
+    except ConfigError as error:
+        assert str(error)
 
 
 def test_a_theta_of_null_is_the_default():
