@@ -49,6 +49,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
     "pretraining_tp": (1,),
     "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
 }
 # Fields that published files leave out because they are transformers' defaults.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -318,21 +319,20 @@ def _hybrid(config: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def _ropes(config: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Rotary embeddings of full and of sliding layers: `rope_parameters`, or the old fields."""
+    """Rotary embeddings of full and of sliding layers: `rope_parameters`, or the old fields.
+
+    As in transformers a theta inside goes before the one at the top, and that before the default.
+    """
     given = _rope_parameters(config)
     if _FULL not in given and _SLIDING not in given:
-        full = dict(given)
-        if config.get("rope_theta") is not None:
-            full["rope_theta"] = config["rope_theta"]
-        given = {_FULL: full}
-        if config.get("rope_local_base_freq") is not None:
-            given[_SLIDING] = {"rope_theta": config["rope_local_base_freq"]}
-    return {
-        kind: rope(config, {"rope_theta": default["rope_theta"]} | given[kind])
-        if given.get(kind)
-        else rope(config, default)
-        for kind, default in defaults.items()
-    }
+        given = {_FULL: given}
+    top = {_FULL: config.get("rope_theta"), _SLIDING: config.get("rope_local_base_freq")}
+    ropes = {}
+    for kind, default in defaults.items():
+        own = given.get(kind) or default
+        theta = (given.get(kind) or {}).get("rope_theta") or top[kind] or default["rope_theta"]
+        ropes[kind] = rope(config, {**own, "rope_theta": theta})
+    return ropes
 
 
 def _gemma3(config: Mapping[str, Any]) -> tuple[Layer, ...]:

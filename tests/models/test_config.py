@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import json
 
@@ -5,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.references import CASES
+from transformers import Gemma3TextConfig
 
 from da_jax.models import hf_fields
 from da_jax.models.config import Attention, ConfigError, Experts, GatedDelta, Layer, RopeConfig
@@ -39,6 +41,7 @@ def test_head_dim_follows_from_the_width_when_it_is_not_given():
         ("qwen3_moe", {"num_experts_per_tok": 99}, "99 experts"),
         ("qwen3_5", {"linear_num_value_heads": 3}, "linear_num_value_heads 3"),
         ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate"),
+        ("qwen3_5", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'.* 'swish'"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
         ("gemma3_text", {"hidden_activation": "gelu"}, "only 'gelu_pytorch_tanh'"),
         ("gemma4_e2b", {"num_kv_shared_layers": 9}, "shares keys and values"),
@@ -192,6 +195,38 @@ def test_fields_of_old_gemma_3_files_are_read():
     assert config.layers[2].mixer.rope == RopeConfig(5e5, "linear", factor=8.0)
     assert config.layers[0].mixer.rope == RopeConfig(2e4)
     assert config.layers[0].mixer.scale == 168**-0.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e4},
+        {"rope_local_base_freq": 2e4, "rope_parameters": {"full_attention": {"rope_theta": 3e5}}},
+        {
+            "rope_theta": 5e5, "rope_local_base_freq": 2e4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0},
+                "sliding_attention": {"rope_type": "default"},
+            },
+        },
+        {
+            "rope_theta": 5e5, "rope_local_base_freq": 2e4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 7e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+            },
+        },
+    ],
+)  # fmt: skip
+def test_the_theta_of_gemma_3_is_the_one_that_transformers_takes(change):
+    base = {k: v for k, v in CASES["gemma3_text"].items() if k != "rope_parameters"}
+    layers = parse(base | change).layers
+    theirs = Gemma3TextConfig(**copy.deepcopy(base | change)).rope_parameters
+    for kind, name in (("full", "full_attention"), ("sliding", "sliding_attention")):
+        (ours,) = {layer.mixer.rope for layer in layers if layer.mixer.kind == kind}
+        assert ours.theta == theirs[name]["rope_theta"]
+        assert ours.kind == theirs[name]["rope_type"]
 
 
 def test_gemma_4_shapes_come_published_or_as_transformers_writes_them():
