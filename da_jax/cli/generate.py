@@ -41,6 +41,7 @@ class Options:
     """Arguments of the command; `sampling` and `engine` are passed on as they are."""
 
     model: str
+    revision: str | None
     document: str | None
     question: str | None
     arm: str
@@ -73,8 +74,9 @@ def run(options: Options) -> None:
         raise ValueError(f"--trace: the folder {options.trace.parent} does not exist")
     with _progress() as report:
         llm = LLM.from_pretrained(
-            options.model, style=style, thinking=options.thinking, config=config, progress=report
-        )
+            options.model, revision=options.revision, style=style, thinking=options.thinking,
+            config=config, progress=report,
+        )  # fmt: skip
         events = llm.stream(
             document, question, arm=arm, system=options.system, sampling=sampling,
             initial=initial, visible=visible,

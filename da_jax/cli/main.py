@@ -43,6 +43,7 @@ def _options(
 @app.command()
 def generate(
     model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny' (shipped).")] = "tiny",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
     document: Annotated[
         str | None, typer.Option(help="File of the document, '-' for standard input.")
     ] = None,
@@ -110,9 +111,9 @@ def generate(
 
     command.run(
         command.Options(
-            model=model, document=document, question=question, arm=arm, style=style,
-            system=system, initial=initial, visible=visible, thinking=thinking, json=json_,
-            trace=trace,
+            model=model, revision=revision, document=document, question=question, arm=arm,
+            style=style, system=system, initial=initial, visible=visible, thinking=thinking,
+            json=json_, trace=trace,
             sampling=dict(
                 max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                 presence_penalty=presence_penalty, seed=seed, stop=tuple(stop or ()),

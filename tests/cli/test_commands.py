@@ -92,6 +92,7 @@ def test_generate_reads_standard_input_and_its_arm_is_accounted(da_jax, monkeypa
         (["generate", "--document", "x.txt"], "--document needs a --question"),
         (["generate", "--document", "no.txt", "--question", "why?"], "no.txt"),
         (["generate", "--model", "no-such-folder"], "no folder"),
+        (["generate", "--revision", "v1"], "revision 'v1' is for hub ids, and 'tiny' is a folder"),
         (["generate", "--max-tokens", "0"], "max_tokens is 0"),
         (["generate", "--arm", "masked"], "masked"),
         (["generate", "--visible", "3-5"], "--visible is '3-5'; give chunk numbers of up to"),
