@@ -3,6 +3,10 @@
 Loading is strict. Every tensor of the files and every parameter of the model is accounted for; what
 is unmapped, missing or of a wrong shape is one error that lists all of it. Weights are read as they
 are needed, and of each no more than its device holds.
+
+Orbax can load safetensors too, but only as arrays on devices under the names and in the layout of
+the file. Parameters here are transposed, taken apart and stacked on the way, which would take a
+second copy on the device, and a conversion would hold each tensor whole.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Arrays that are read in parts: what a parameter is made of, without holding it in memory."""
+"""Arrays that are read in parts: what a parameter is made of, without holding it in memory.
+
+int8 weights are made here and not with qwix, which (0.1.8) quantises nothing in a product that is
+written as `x @ kernel`; where it is written with `dot_general` it takes linear layers only, no
+embeddings and no experts, and needs each tensor whole.
+"""
 
 from __future__ import annotations
 
