@@ -21,6 +21,7 @@ from da_jax.checkpoints.sources import Source
 from da_jax.models import hf_config, registry
 from da_jax.models.config import ModelConfig
 from da_jax.models.decoder import Decoder
+from da_jax.protocol.styles import STYLE_FILE, Style
 
 __all__ = ["TINY", "check_destination", "convert", "is_int8", "load", "resolve", "verify"]
 Folder = str | os.PathLike[str]
@@ -73,6 +74,7 @@ def convert(
     *,
     dtype: jnp.dtype,
     quantize: Literal["int8"] | None = None,
+    style: Style | None = None,
     progress: Progress = lambda stage, done, total: None,
     verify: bool = True,
 ) -> int:
@@ -87,6 +89,7 @@ def convert(
         holds an unfinished conversion.
       dtype: dtype on disk. A few small parameters of some models are float32 all the same.
       quantize: `int8` stores matrices as int8 with float32 scales.
+      style: the prompt style to put beside the weights, unless the source carries its own.
       progress: called with (stage, bytes done, bytes in all) from another thread; the stages are
         `checking the source`, of an Orbax folder that has checksums, `starting over`, after an
         interruption, `converting` and `verifying`.
@@ -129,6 +132,8 @@ def convert(
                 count = _counter(progress, "verifying", total)
                 written = dataclasses.replace(written, checksums=_compared(target, sources, count))
             metadata = paths.copy_metadata(origin, target)
+            if style is not None and STYLE_FILE not in metadata:
+                metadata |= paths.add_metadata(target, STYLE_FILE, style.to_json() + "\n")
             if verify:
                 written = dataclasses.replace(written, metadata=metadata)
             dataclasses.replace(written, complete=True).write(target)

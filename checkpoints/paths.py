@@ -91,6 +91,13 @@ def copy_metadata(source: epath.Path, destination: epath.Path) -> dict[str, str]
     return digests
 
 
+def add_metadata(folder: epath.Path, name: str, text: str) -> dict[str, str]:
+    """Writes a file of metadata; returns {its name: sha256}."""
+    data = text.encode()
+    (folder / name).write_bytes(data)
+    return {name: hashlib.sha256(data).hexdigest()}
+
+
 def local_metadata(folder: str | os.PathLike[str]) -> Path:
     """A local folder with the metadata of a checkpoint: itself, or a copy of a remote one's.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from da_jax.protocol.styles import Style
 
 
 def run(
@@ -52,17 +55,41 @@ def run(
             "cannot generate text until one is copied beside it",
             file=sys.stderr,
         )
+    style = _style(folder)
     with _bar(console) as bar:
         size = convert.convert(
             folder,
             destination,
             dtype=jnp.dtype(dtype),
             quantize=how,
+            style=style,
             progress=_report(bar),
             verify=verify,
         )
     checked = "verified" if verify else "not verified"
     print(f"wrote {destination}: {size / 1e9:.2f} GB as {quantize or dtype}, {checked}")
+
+
+def _style(folder: str | os.PathLike[str]) -> Style | None:
+    """The prompt style that `auto` means for a checkpoint; None where it has no chat template.
+
+    Written beside the weights, so that the folder means the same prompts in later versions too.
+    """
+    from da_jax.checkpoints import paths
+    from da_jax.engine.llm import load_tokenizer
+    from da_jax.protocol.prompt import PromptRenderer
+
+    local = paths.local_metadata(folder)
+    if not paths.has_tokenizer(paths.absolute(local)):
+        return None
+    tokenizer = load_tokenizer(local)
+    if not tokenizer.chat_template:
+        return None
+    try:
+        return PromptRenderer(tokenizer).style
+    except (TypeError, ValueError) as error:
+        print(f"da-jax: warning: no prompt style is written: {error}", file=sys.stderr)
+        return None
 
 
 def _bar(console: Console) -> Progress:

@@ -5,8 +5,12 @@ import shutil
 import sys
 
 import pytest
+from support import prompt_fixtures, tiny
 
 from da_jax.cli import main as cli
+from da_jax.engine.llm import load_tokenizer
+from da_jax.protocol.prompt import PromptRenderer
+from da_jax.protocol.styles import PLAIN, TOOL, Style
 
 
 @pytest.fixture
@@ -52,6 +56,40 @@ def test_a_missing_tokenizer_is_a_warning(convert, tiny_folder, tmp_path):
     code, out, err = convert(tmp_path / "bare", tmp_path / "out", "--no-verify")
     assert code == 0 and "wrote" in out
     assert "warning" in err and "no tokenizer.json or tokenizer.model" in err
+
+
+@pytest.mark.parametrize("case", ["tool", "plain", "own", "no template"])
+def test_the_folder_holds_the_prompt_style_that_was_resolved(convert, tiny_folder, tmp_path, case):
+    source = shutil.copytree(tiny_folder, tmp_path / "source")
+    path = source / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config.pop("chat_template", None)
+    for template in source.glob("*.jinja"):
+        template.unlink()
+    if case != "no template":
+        (source / "chat_template.jinja").write_text(
+            tiny.TEMPLATE if case == "plain" else prompt_fixtures.TOOLS_IN_TURNS
+        )
+    if case == "own":
+        (source / "da_style.json").write_text(Style(**tiny.STYLE).to_json())
+    path.write_text(json.dumps(config))
+    code, _, err = convert(source, tmp_path / "out")
+    assert code == 0 and "warning" not in err
+    if case == "no template":
+        assert Style.of_folder(tmp_path / "out") is None
+        return
+    found = Style.of_folder(tmp_path / "out")
+    assert found == {"tool": TOOL, "plain": PLAIN, "own": Style(**tiny.STYLE)}[case]
+    assert found == PromptRenderer(load_tokenizer(source)).style
+    before, after = (
+        PromptRenderer(load_tokenizer(folder)).render(["one", "two"], "why?")
+        for folder in (source, tmp_path / "out")
+    )
+    assert list(before.ids) == list(after.ids)
+    assert convert("--verify-only", tmp_path / "out")[0] == 0
+    (tmp_path / "out" / "da_style.json").write_text("{}")
+    code, _, err = convert("--verify-only", tmp_path / "out")
+    assert code == 1 and "da_style.json was changed" in err
 
 
 @pytest.mark.parametrize(
