@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from etils import epath
@@ -18,7 +19,7 @@ _LOGIN = "log in with `hf auth login`, or put a token of your account in HF_TOKE
 
 
 def resolve(
-    path_or_id: str | os.PathLike[str], *, revision: str | None = None
+    path_or_id: str | os.PathLike[str], *, revision: str | None = None, weights: bool = True
 ) -> Path | epath.Path:
     """The folder of a checkpoint.
 
@@ -27,6 +28,7 @@ def resolve(
         package; or a Hugging Face hub id such as `Qwen/Qwen3-0.6B`, which is downloaded into the
         hub's cache. HF_TOKEN is honoured.
       revision: branch, tag or commit on the hub; only for hub ids.
+      weights: whether they are downloaded too; without them there are configuration and tokenizer.
 
     Raises:
       FileNotFoundError: for a name that is none of these, or a hub id that cannot be had; it says
@@ -44,10 +46,10 @@ def resolve(
         raise FileNotFoundError(
             f"{name!r} is no folder, nor a hub id of the form owner/name, nor 'tiny'"
         )
-    return _download(name, revision)
+    return _download(name, revision, _FILES if weights else paths.METADATA)
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, files: Iterable[str]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -55,7 +57,7 @@ def _download(name: str, revision: str | None) -> Path:
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=list(_FILES),
+                allow_patterns=list(files),
                 ignore_patterns=list(_IGNORED),
             )
         )

@@ -246,3 +246,59 @@ _NOT_OF_PAPER = (
     "context", "batch", "trace", "records", "mix", "seen", "more_steps", "tensor_parallel",
     "page_size", "weights", "kv_dtype", "plot",
 )  # fmt: skip
+
+
+def replay(
+    files: Annotated[
+        list[Path], typer.Argument(help="JSON lines, or a JSON array, of recorded responses.")
+    ],
+    model: Annotated[
+        str, typer.Option(help="Whose tokenizer and chat template: folder, hub id, or 'tiny'.")
+    ] = "tiny",
+    style: Annotated[
+        str, typer.Option(help="Prompt style: auto, tool, plain, compact, or a JSON file.")
+    ] = "auto",
+    thinking: Annotated[
+        bool, typer.Option("--thinking", help="Render prompts of a model that thinks.")
+    ] = False,
+    arm: Annotated[str, typer.Option(help="Arm of responses that name none.")] = "da",
+    page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = DEFAULT.page_size,
+    scaffold: Annotated[
+        str, typer.Option(help="What stays visible besides chunks: all, or paper.")
+    ] = "all",
+    answer_mode: Annotated[
+        str, typer.Option(help="What <answer> does: local, keep or global.")
+    ] = "local",
+    initial: Annotated[
+        str | None, typer.Option(help="Mode at the start: global, local, or focus:3,7.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Compute what recorded responses of any system would have attended. No weights are needed.
+
+    Each response is an object with its prompt, in one of five forms, and what was written:
+
+    - document and question, or chunks and question: cut and rendered here; optionally system
+
+    - messages: a conversation whose user turns may have chunks; optionally documents
+
+    - prompt: text that is rendered already. Its chunks are found by the headers of the style, such
+    as "Magic Chunk 3", which must be numbered 1 to N, with what the style and the model's chat
+    template write around them
+
+    - prompt_tokens and chunk_spans: numbers alone, [[start, end], ...]
+
+    and response_token_ids or, approximately, the text as response. A stop token counts where it is
+    given. Optionally: id, task, arm, score (0 to 1) and finish_reason.
+
+    Prints a line of JSON for each, and the sums to standard error; with --json the sums alone.
+    """
+    from da_jax.cli import replay as command
+
+    command.run(
+        command.Options(
+            files=files, model=model, style=style, thinking=thinking, arm=arm,
+            page_size=page_size, scaffold=scaffold, answer_mode=answer_mode, initial=initial,
+            json=json_,
+        )
+    )  # fmt: skip

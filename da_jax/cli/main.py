@@ -23,6 +23,7 @@ app.add_typer(bench, name="bench")
 app.command("eval")(eval_commands.evaluate)
 app.command("report")(eval_commands.report)
 app.command()(eval_commands.roofline)
+app.command()(eval_commands.replay)
 
 
 def _version(wanted: bool) -> None:

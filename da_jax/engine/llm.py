@@ -28,6 +28,7 @@ from da_jax.kernels.paged_attention import choose
 from da_jax.models import dtypes, hf_config, host_table, parallel, sharding, sizes
 from da_jax.models.config import ModelConfig
 from da_jax.models.decoder import Decoder
+from da_jax.protocol import turns
 from da_jax.protocol.chunks import Chunk
 from da_jax.protocol.modes import AnswerMode, Arm, Declaration, Mode
 from da_jax.protocol.prompt import PromptRenderer
@@ -309,20 +310,10 @@ class LLM:
         for name, where in _IN_MESSAGES.items():
             if name in options:
                 raise ValueError(f"{name} is no option of `chat`; give it as {where}")
-        for index, message in enumerate(messages):
-            if not isinstance(message.get("content"), str) or "role" not in message:
-                raise ValueError(
-                    f"message {index} is {dict(message)!r}; it needs a role and a text content"
-                )
-        system = None
-        if messages and messages[0]["role"] == "system":
-            system, messages = messages[0]["content"], messages[1:]
-        if not messages or messages[-1]["role"] != "user":
-            raise ValueError("the last message must be the user's question (role 'user')")
-        *history, last = messages
+        parts = turns.split(messages)
         return self.generate(
-            documents, last["content"], system=system, history=history,
-            chunks=last.get("chunks") or (), **options,
+            documents, parts.question, system=parts.system, history=parts.history,
+            chunks=parts.chunks, **options,
         )  # fmt: skip
 
     def conversation(

@@ -14,6 +14,7 @@ import numpy as np
 
 from da_jax.protocol import chunks as chunks_lib
 from da_jax.protocol import encoding as encoding_lib
+from da_jax.protocol import rendered as rendered_lib
 from da_jax.protocol import styles as styles_lib
 from da_jax.protocol import template as template_lib
 from da_jax.protocol.chunks import Chunk
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     import transformers
 
 _MARKERS = (*THINK_STARTS, *THINK_ENDS, *itertools.chain(*TOOL_MARKERS))
-_OWN_KEYS = ("messages", "conversation", "tools", "tokenize", "add_generation_prompt")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -119,7 +119,7 @@ class PromptRenderer:
         self._encoder = encoding_lib.SafeEncoder(tokenizer, structure)
         self._template = template_lib.ChatTemplate(tokenizer, self._encoder)
         # Thoughts of earlier turns are dropped, so that there are none to preserve.
-        self._kwargs = {"preserve_thinking": False, **_checked_kwargs(template_kwargs)}
+        self._kwargs = {"preserve_thinking": False, **template_lib.checked_kwargs(template_kwargs)}
         self._template.check_thinking(thinking, **self._kwargs)
         self._kwargs["enable_thinking"] = thinking
         self.style = self._choose(candidates)
@@ -169,7 +169,7 @@ class PromptRenderer:
             cannot be, or the template refuses the conversation or hides where the chunks are.
         """
         arm = Arm(arm)
-        kwargs = {**self._kwargs, **_checked_kwargs(template_kwargs)}
+        kwargs = {**self._kwargs, **template_lib.checked_kwargs(template_kwargs)}
         vanilla = arm is Arm.VANILLA and not self.style.da_only
         _text("question", question)
         if system is not None:
@@ -188,6 +188,21 @@ class PromptRenderer:
         if vanilla:
             return self._map(segments, (), (), (), arm)
         return self._map(segments, chunk_chars(segments, groups), every, numbers, arm)
+
+    def read(self, text: str, arm: Arm | str = Arm.DA) -> PromptMap:
+        """Finds the chunks in a prompt that is rendered already; see `rendered.find`.
+
+        Control tokens count everywhere in it, for who wrote them cannot be told.
+
+        Raises:
+          ValueError: If they do not stand there as style and template write them, from 1 on.
+        """
+        arm = Arm(arm)
+        segments = [Segment(_text("the prompt", text), True, None)]
+        if arm is Arm.VANILLA and not self.style.da_only:
+            return self._map(segments, (), (), (), arm)
+        spans, chunks = rendered_lib.find(text, self.style, self.render)
+        return self._map(segments, spans, chunks, chunks_lib.numbers(chunks), arm)
 
     def _chunks(
         self, document: str | Sequence[str | Chunk] | None, vanilla: bool
@@ -446,28 +461,6 @@ def _candidates(style: Style | str | None, folder: str) -> tuple[Style, ...]:
     if style in styles_lib.STYLES:
         return (styles_lib.STYLES[style],)
     raise ValueError(f"style {style!r}: choose auto, {', '.join(styles_lib.STYLES)}")
-
-
-def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Refuses options of the template that the renderer sets itself."""
-    kwargs = dict(kwargs or {})
-    if "chat_template_kwargs" in kwargs:
-        raise ValueError(
-            f"template_kwargs holds chat_template_kwargs={kwargs['chat_template_kwargs']!r}; "
-            "pass its keys directly"
-        )
-    if "enable_thinking" in kwargs:
-        raise ValueError(
-            f"template_kwargs holds enable_thinking={kwargs['enable_thinking']!r}; "
-            "use the option thinking"
-        )
-    for key in _OWN_KEYS:
-        if key in kwargs:
-            raise ValueError(
-                f"template_kwargs holds {key}={kwargs[key]!r}, which the renderer sets; "
-                "leave it out"
-            )
-    return kwargs
 
 
 def _text(what: str, value: Any) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SLOT = object()
 """In a message's `extra`: the text of the message goes here, and its content stays empty."""
 
+_OWN_KEYS = ("messages", "conversation", "tools", "tokenize", "add_generation_prompt")
 _MARKS = 32  # markers cycle through so many characters; a template that reorders is noticed
 
 
@@ -271,6 +272,28 @@ class ChatTemplate:
         if isinstance(value, list | tuple):
             return [self._masked(v, masks) for v in value]
         return value
+
+
+def checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Refuses options of the template that the renderer sets itself."""
+    kwargs = dict(kwargs or {})
+    if "chat_template_kwargs" in kwargs:
+        raise ValueError(
+            f"template_kwargs holds chat_template_kwargs={kwargs['chat_template_kwargs']!r}; "
+            "pass its keys directly"
+        )
+    if "enable_thinking" in kwargs:
+        raise ValueError(
+            f"template_kwargs holds enable_thinking={kwargs['enable_thinking']!r}; "
+            "use the option thinking"
+        )
+    for key in _OWN_KEYS:
+        if key in kwargs:
+            raise ValueError(
+                f"template_kwargs holds {key}={kwargs[key]!r}, which the renderer sets; "
+                "leave it out"
+            )
+    return kwargs
 
 
 def _dictionary(role: str, content: str, extra: Mapping[str, Any]) -> dict[str, Any]:
