@@ -282,13 +282,11 @@ def replay(
 
     - messages: a conversation whose user turns may have chunks; optionally documents
 
-    - prompt: text that is rendered already. Its chunks are found by the headers of the style, such
-    as "Magic Chunk 3", which must be numbered 1 to N, with what the style and the model's chat
-    template write around them
+    - prompt: rendered text; its chunks stand as style and template write them, headers 1 to N
 
-    - prompt_tokens and chunk_spans: numbers alone, [[start, end], ...]
+    - prompt_tokens and chunk_spans: numbers alone, the start and end of each chunk in a list
 
-    and response_token_ids or, approximately, the text as response. A stop token counts where it is
+    and response_token_ids or, approximately, the text as response; a stop token counts if it is
     given. Optionally: id, task, arm, score (0 to 1) and finish_reason.
 
     Prints a line of JSON for each, and the sums to standard error; with --json the sums alone.

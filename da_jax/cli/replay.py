@@ -71,7 +71,14 @@ def run(options: Options) -> None:
         return
     for one in found:
         print(one.to_json())
-    Console(stderr=True).print(_table(sums, options.page_size))
+    console = Console(stderr=True)
+    console.print(_table(sums, options.page_size))
+    if anew := sum(not one.exact for one in found):
+        note = (
+            f"{anew:,} of {len(found):,} responses came as text: their tokens are those of this "
+            "model's tokenizer, which approximates the recorded ones"
+        )
+        console.print(Text(note), soft_wrap=True)
 
 
 def _table(sums: Mapping[str, Mapping[str, Any]], page_size: int) -> Table:
@@ -97,10 +104,4 @@ def _table(sums: Mapping[str, Mapping[str, Any]], page_size: int) -> Table:
     row("format correct", lambda a: f"{a['format_correct']:,}")
     if any(a["scored"] for a in sums.values()):
         row("mean score", lambda a: "" if not a["scored"] else f"{a['mean_score']:.1%}")
-    if anew := sum(a["tokenized_anew"] for a in sums.values()):
-        table.caption = Text(
-            f"{anew:,} responses came as text: their tokens are those of this model's tokenizer, "
-            "which approximates the recorded ones"
-        )
-        table.caption_justify = "left"
     return table

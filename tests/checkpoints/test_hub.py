@@ -62,6 +62,8 @@ def test_a_hub_id_is_downloaded_without_pickles(tmp_path, monkeypatch):
     assert set(wanted) <= set(asked["allow_patterns"])
     assert not any("bin" in pattern or "pth" in pattern for pattern in asked["allow_patterns"])
     assert "original/*" in asked["ignore_patterns"]
+    convert.resolve("owner/name", weights=False)
+    assert set(asked["allow_patterns"]) == set(wanted[1:]) | {"*.txt", "LICENSE*", "NOTICE*"}
 
 
 @pytest.mark.parametrize(

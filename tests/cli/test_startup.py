@@ -38,7 +38,8 @@ def test_help_names_the_commands_without_loading_jax():
     out = run(code)
     assert out.rstrip().endswith("JAX False")
     assert all(
-        command in out for command in ("generate", "convert", "env", "bench", "eval", "report")
+        command in out
+        for command in ("generate", "convert", "env", "bench", "eval", "report", "replay")
     )
 
 

@@ -389,7 +389,14 @@ def test_the_command_prints_lines_and_sums(tiny_folder, random_llm, tmp_path):
     expected = replayer(random_llm).replay(replay.read(path)[0])
     assert [line["summary"] for line in lines] == [expected.summary] * 4
     assert lines[1]["source"] == f"{path}, line 2" and lines[1]["tokens"] == "tokenized anew"
-    for shown in ("attended in local", "1,260", "read, pages of 16", "43.2%", "mean score", "came"):
+    for shown in (
+        "attended in local",
+        "1,260",
+        "read, pages of 16",
+        "43.2%",
+        "mean score",
+        "4 of 4 responses came",
+    ):
         assert shown in done.stderr
     done = command(*model, path, "--page-size", 16, "--json")
     sums = json.loads(done.stdout)
