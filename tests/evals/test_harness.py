@@ -6,6 +6,9 @@ import pytest
 from lm_eval.api.instance import Instance
 from support.dense import dense_logits
 
+pytest.importorskip("lm_eval", reason="needs the extra eval")
+from lm_eval.api.instance import Instance
+
 from da_jax.evals import harness
 from da_jax.evals.harness_model import ContextTooLong, HarnessModel, _cut, split_prompt
 
