@@ -3,7 +3,6 @@ import os
 
 import numpy as np
 import pytest
-from lm_eval.api.instance import Instance
 from support.dense import dense_logits
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
