@@ -1,3 +1,4 @@
+import functools
 import os
 import sys
 
@@ -47,3 +48,15 @@ def bucket(monkeypatch):
     backend._FileSystemSpecBackend._get_filesystem.cache_clear()
     yield "gs://bucket"
     backend._FileSystemSpecBackend._get_filesystem.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def family_llm(tmp_path_factory):
+    """(engine, folder) of a random model by the name of its reference case."""
+
+    @functools.cache
+    def llm_and_folder(name):
+        folder = tiny.write_folder(tmp_path_factory.mktemp(name) / "model", name)
+        return LLM.from_pretrained(folder, style=Style(**tiny.STYLE), config=tiny.ENGINE), folder
+
+    return llm_and_folder

@@ -42,6 +42,11 @@ class PagePool:
         """Pages that nobody holds and whose content can still be found."""
         return len(self._idle)
 
+    @property
+    def filled(self) -> list[int]:
+        """Pages whose content somebody holds or may find."""
+        return sorted(self._holders.keys() | self._idle.keys())
+
     def holders(self, page: int) -> int:
         """How many hold a page."""
         return self._holders.get(page, 0)

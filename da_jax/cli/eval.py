@@ -104,7 +104,7 @@ def _harness(options: Options, tasks: list[str]) -> None:
             json=options.json,
             config=EngineConfig(**options.engine, max_model_len=options.max_model_len),
         ),
-        _progress,
+        progress,
     )
 
 
@@ -135,7 +135,7 @@ def _own(options: Options) -> None:
     with open_folder(options.out, setup.settings, about) as kept:
         for note in kept.notes:
             print(f"da-jax: {note}", file=sys.stderr)
-        with _progress() as bars:
+        with progress() as bars:
             plan = planning.make(
                 setup.selection, setup.prompts, lambda d, t: bars("checking prompts", d, t)
             )
@@ -312,7 +312,7 @@ def _sampling_settings(sampling: SamplingParams, seed: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[..., None]]:
+def progress() -> Iterator[Callable[..., None]]:
     """Bars on a terminal; into a file a line now and then."""
     columns = (
         TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn(),

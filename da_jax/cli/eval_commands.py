@@ -300,3 +300,43 @@ def replay(
             json=json_,
         )
     )  # fmt: skip
+
+
+def verify(
+    model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny' (shipped).")] = "tiny",
+    style: Annotated[
+        str, typer.Option(help="Prompt style: auto, tool, plain, compact, or a JSON file.")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = DEFAULT.dtype,
+    weights: Weights = DEFAULT.weights,
+    kv_dtype: KvDtype = DEFAULT.kv_dtype,
+    attention: Annotated[str | None, typer.Option(help="Backend, see `da-jax env`.")] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = DEFAULT.page_size,
+    prefill_chunk: Annotated[
+        int, typer.Option(help="Tokens of a prefill step.")
+    ] = DEFAULT.prefill_chunk,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Longest prompt and response; 4096 by default, or what the model has."),
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Devices that share the model.")
+    ] = DEFAULT.tensor_parallel,
+    json_: Json = False,
+) -> None:
+    """Prove on a checkpoint that what declarations hide is not read, and that nothing else is.
+
+    Likelihoods under three prompts, NaN in all hidden pages, the pages that attention visits, and
+    programs compiled after warm-up. The exit status is 1 unless every check ran and passed.
+    """
+    from da_jax.cli import verify as command
+
+    command.run(
+        command.Options(
+            model=model, style=style, max_model_len=max_model_len, json=json_,
+            engine=dict(
+                dtype=dtype, weights=weights, kv_dtype=kv_dtype, attention=attention,
+                page_size=page_size, prefill_chunk=prefill_chunk, tensor_parallel=tensor_parallel,
+            ),
+        )
+    )  # fmt: skip

@@ -24,6 +24,7 @@ app.command("eval")(eval_commands.evaluate)
 app.command("report")(eval_commands.report)
 app.command()(eval_commands.roofline)
 app.command()(eval_commands.replay)
+app.command("verify")(eval_commands.verify)
 
 
 def _version(wanted: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -13,11 +15,20 @@ _CACHED = "/jax/compilation_cache/cache_hits"
 _VARIABLE = "DA_JAX_PROGRAMS"
 _OFF = "off"
 _count = 0
+_made: Counter[int] = Counter()  # by thread
 
 
 def count() -> int:
     """Programs compiled since this module was imported, without those read from a cache on disk."""
     return _count
+
+
+def made_here() -> int:
+    """Programs that this thread compiled or read from a cache on disk: neither was there before.
+
+    Where that cache is warm `count` does not see a program that nobody had prepared.
+    """
+    return _made[threading.get_ident()]
 
 
 def keep() -> Path | None:
@@ -45,7 +56,9 @@ def keep() -> Path | None:
 
 def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
     global _count
-    _count += event == _COMPILED
+    if event == _COMPILED:
+        _count += 1
+        _made[threading.get_ident()] += 1
 
 
 def _on_event(event: str, **_: str | int) -> None:

@@ -39,7 +39,17 @@ def test_help_names_the_commands_without_loading_jax():
     assert out.rstrip().endswith("JAX False")
     assert all(
         command in out
-        for command in ("generate", "convert", "env", "bench", "eval", "report", "replay")
+        for command in (
+            "generate",
+            "convert",
+            "env",
+            "bench",
+            "eval",
+            "report",
+            "replay",
+            "verify",
+            "roofline",
+        )  # fmt: skip
     )
 
 

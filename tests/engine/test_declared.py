@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 from support.dense import dense_logits
-from support.poison import poison_hidden
 from support.references import tolerance
 
 from da_jax import Chunk, Declaration, ModeChange, RequestError, SamplingParams, TextDelta
@@ -14,6 +13,7 @@ from da_jax.checkpoints import hf
 from da_jax.engine.detokenize import TokenTable
 from da_jax.engine.request import Request
 from da_jax.engine.sequence import Sequence
+from da_jax.evals.poison import poisoned
 from da_jax.protocol.modes import Arm, Mode
 from da_jax.protocol.prompt import PromptMap
 
@@ -97,11 +97,11 @@ def test_ids_of_the_callers_choice_name_what_is_seen(random_llm, model):
 
 
 @pytest.mark.parametrize("declared", [{"visible": (3, 5)}, {"visible": ()}, {"initial": "local"}])
-def test_hidden_pages_full_of_nan_change_nothing(random_llm, monkeypatch, declared):
+def test_hidden_pages_full_of_nan_change_nothing(random_llm, declared):
     options = dict(max_tokens=40, logprobs=0, ignore_eos=True, **declared)
     clean = random_llm.generate(CHUNKS, QUESTION, **options)
-    hidden = poison_hidden(random_llm.engine.runner, monkeypatch)
-    dirty = random_llm.generate(CHUNKS, QUESTION, **options)
+    with poisoned(random_llm.engine) as hidden:
+        dirty = random_llm.generate(CHUNKS, QUESTION, **options)
     assert max(hidden) > min(hidden)  # the prompt saw all of itself, but for its last token
     assert dirty.token_ids == clean.token_ids
     assert [e.logprob for e in dirty.logprobs] == [e.logprob for e in clean.logprobs]

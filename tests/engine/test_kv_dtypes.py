@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.conftest import ENGINE
 from engine.test_proofs import CHUNKS, QUESTION, SCRIPT, modes, visible_per_query
 from support import references, tiny
 from support.dense import dense_logits
@@ -148,7 +147,7 @@ def engines(tmp_path_factory):
 
     @functools.cache
     def llm(name, kv_dtype):
-        config = dataclasses.replace(ENGINE, kv_dtype=kv_dtype)
+        config = dataclasses.replace(tiny.ENGINE, kv_dtype=kv_dtype)
         return LLM.from_pretrained(folder(name), style=Style(**tiny.STYLE), config=config)
 
     return lambda name, kv_dtype: (llm(name, kv_dtype), folder(name))

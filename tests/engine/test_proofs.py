@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 from support.dense import dense_logits
-from support.poison import poison_hidden
 from support.references import CASES, tensors, tolerance
 
 from da_jax.checkpoints import hf
 from da_jax.engine.request import Done
+from da_jax.evals.poison import poisoned
 from da_jax.protocol.modes import Arm, Mode
 from da_jax.protocol.visibility import visible_spans
 
@@ -123,12 +123,12 @@ def test_pages_that_the_operation_visits_are_those_of_the_trace(random_llm, monk
     assert max(narrow) < min(wide)
 
 
-def test_hidden_pages_full_of_nan_change_nothing(random_llm, scripted, monkeypatch):
+def test_hidden_pages_full_of_nan_change_nothing(random_llm, scripted):
     """Before every burst each slot that the mask hides becomes NaN; after it, it is restored."""
     _, clean = scripted
-    poisoned = poison_hidden(random_llm.engine.runner, monkeypatch)
-    dirty = random_llm.generate(CHUNKS, QUESTION, forced=SCRIPT, max_tokens=200, logprobs=0)
-    assert max(poisoned) > min(poisoned)
+    with poisoned(random_llm.engine) as hidden:
+        dirty = random_llm.generate(CHUNKS, QUESTION, forced=SCRIPT, max_tokens=200, logprobs=0)
+    assert max(hidden) > min(hidden)
     assert dirty.token_ids == clean.token_ids
     assert [e.logprob for e in dirty.logprobs] == [e.logprob for e in clean.logprobs]
 

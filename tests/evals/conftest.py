@@ -10,7 +10,7 @@ from da_jax.evals.planning import Prompts, Selection
 from da_jax.evals.records import Record
 
 ENGINE = EngineConfig(
-    page_size=16, max_model_len=320, max_num_seqs=2, prefill_chunk=64, burst=4, max_waiting=4,
+    page_size=16, max_model_len=352, max_num_seqs=2, prefill_chunk=64, burst=4, max_waiting=4,
     kv_cache_bytes=2**24,
 )  # fmt: skip
 

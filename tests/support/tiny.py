@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from da_jax.engine.config import EngineConfig
 from support import references
 
 SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>")
@@ -14,6 +15,11 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+ENGINE = EngineConfig(
+    page_size=16, max_model_len=512, max_num_seqs=2, prefill_chunk=48, burst=8,
+    kv_cache_bytes=2**30,
+)  # fmt: skip
 
 
 def byte_tokenizer() -> Tokenizer:
