@@ -1,7 +1,6 @@
 """The proof of the mask: it passes on engines that are right, and each fault fails its check."""
 
 import dataclasses
-import itertools
 import json
 import re
 import sys
@@ -37,12 +36,14 @@ def test_the_shipped_checkpoint_passes_with_figures_that_fit_together(llm):
     assert list(checks) == ["likelihood", "poison", "pages", "programs"]
     assert not failed(list(checks.values()))
     likelihood, poisoned, pages = (checks[n].figures for n in ("likelihood", "poison", "pages"))
-    assert likelihood["v_is_d"] and likelihood["v"] == likelihood["d"] != likelihood["m"]
+    assert likelihood["v_is_d"] and likelihood["v"] == pytest.approx(likelihood["d"])
+    assert likelihood["m"] - likelihood["d"] > 0.1  # it reads, so it misses what is hidden
     assert likelihood["narrow_tokens"] > 30 and min(likelihood["shares"]) > 0.9
     assert pages["operation"] == pages["account"] == pages["protocol"] < pages["everything"]
     assert poisoned["hidden_tokens"] > 1000 and poisoned["noticed_when_visible"] == 2
 
 
+@pytest.mark.long
 def test_the_random_model_passes_and_keeps_its_caches(random_llm):
     document, _ = script.write(random_llm)
     ask = lambda: random_llm.score(document.chunks, document.question, "<local>abc")
@@ -173,16 +174,16 @@ def test_an_account_that_is_a_page_short_fails(llm, monkeypatch):
 
 def test_something_that_compiles_for_a_new_length_fails(llm, monkeypatch):
     runner = llm.engine.runner
-    decode, fresh = runner.decode, itertools.count(2.5)
+    decode, double = runner.decode, jax.jit(lambda x: x * 2.5)
 
     def anew(rows, what):
-        jax.jit(lambda x: x * next(fresh))(np.ones(int(what.position.max()), np.float32))
+        double(np.ones(1 + int(what.position.max()) // 100, np.float32))
         return decode(rows, what)
 
     monkeypatch.setattr(runner, "decode", anew)
     checks = run(llm)
     assert failed(list(checks.values())) == ["programs"]
-    assert checks["programs"].figures["compiled"] > 3
+    assert checks["programs"].figures["compiled"] > 1
 
 
 def test_poison_that_is_not_there_fails(llm, monkeypatch):
