@@ -261,6 +261,7 @@ def _poison(proof: _Proof) -> Check:
         )
         return Check("poison", Status.NOT_RUN, words, {})
     engine, request, few = proof.llm.engine, proof.request(), proof.request(tokens=3)
+    proof.answer(request)  # so that all that follow find as much of the prompt in the cache
     clean, clean_few = proof.answer(request), proof.answer(few)
     with poison.poisoned(engine, _seen_by_protocol(proof, request.prompt)) as counts:
         dirty = proof.answer(request)
