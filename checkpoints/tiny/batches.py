@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from da_jax.checkpoints.tiny import language as lang
+from da_jax.checkpoints.tiny import tasks
 
 PADDING = -1
 SCAFFOLD = 0
@@ -69,6 +70,8 @@ class Shape:
         ids: share of contexts whose first chunk has a random number instead of 1.
         newlines: share of chunks of several lines.
         held_out: draw from the pairs that training never sees.
+        topics: weight of each topic of the second training step; none for the first.
+        plain: share of contexts in the plain prompt, where everything stays visible.
     """
 
     chunks: tuple[int, int]
@@ -83,6 +86,8 @@ class Shape:
     ids: float = 0.5
     newlines: float = 0.0
     held_out: bool = False
+    topics: Mapping[str, float] = field(default_factory=dict)
+    plain: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -119,18 +124,19 @@ def _empty(shape: Shape) -> Batch:
 
 
 def _place_context(
-    batch: Batch, b: int, document: lang.Document, first_id: int, gaps: np.ndarray
+    batch: Batch, b: int, document: lang.Document, first_id: int, gaps: np.ndarray, plain: bool
 ) -> int:
     """Writes a document's context; returns the position after its last token."""
-    pieces = lang.prompt_head()
+    pieces = lang.prompt_head(plain)
     chunk = [SCAFFOLD] * len(pieces)
     label = [-1] * len(pieces)
     for number, chunk_pieces in enumerate(document.chunks, 1):
         shown = number + first_id - 1
-        wrapped = lang.prompt_chunk(shown, chunk_pieces)
+        wrapped = [*chunk_pieces] if plain else lang.prompt_chunk(shown, chunk_pieces)
         pieces += wrapped
         chunk += [number] * len(wrapped)
-        label += [-1, *([lang.IDS[f"{shown}"]] * (len(wrapped) - 1))]
+        number_id = -1 if plain else lang.IDS[f"{shown}"]
+        label += [-1, *([number_id] * (len(wrapped) - 1))]
     size = len(pieces)
     batch.context[b, :size] = [lang.IDS[piece] for piece in pieces]
     batch.chunk[b, :size] = chunk
@@ -189,7 +195,8 @@ def make_batch(rng: np.random.Generator, shape: Shape) -> tuple[Batch, list[Plac
     for b in range(shape.contexts):
         document, first_id = _draw_document(rng, shape)
         gaps = _draw_gaps(rng, shape, len(document.chunks))
-        position = _place_context(batch, b, document, first_id, gaps)
+        plain = bool(shape.plain and rng.random() < shape.plain)
+        position = _place_context(batch, b, document, first_id, gaps, plain)
         used = np.zeros(shape.rows, int)
         segments = np.zeros(shape.rows, int)
         for row in range(shape.rows):
@@ -197,14 +204,14 @@ def make_batch(rng: np.random.Generator, shape: Shape) -> tuple[Batch, list[Plac
                 _place_copy(rng, batch, b, row, position)
                 used[row] = shape.row
         for question in _draw_questions(rng, shape, document):
-            tokens = lang.respond(document, question, first_id)
+            tokens = tasks.respond(document, question, first_id, plain)
             need = len(lang.prompt_tail(question)) + len(tokens)
             fits = np.flatnonzero(used + need <= shape.row)
             if not len(fits):
                 continue
             row = int(fits[np.argmax(used[fits])])
             at = (b, row, int(used[row]), int(segments[row]))
-            masked = bool(rng.random() < shape.masked)
+            masked = bool(rng.random() < shape.masked) and not plain
             asked = (document, question, tokens, masked)
             placed.append(_place_segment(batch, at, position, *asked))
             used[row] += need
@@ -214,13 +221,16 @@ def make_batch(rng: np.random.Generator, shape: Shape) -> tuple[Batch, list[Plac
 
 def _draw_document(rng: np.random.Generator, shape: Shape) -> tuple[lang.Document, int]:
     """A document that fits the shape, and the number that its first chunk shows."""
-    document = lang.make_document(
-        rng,
-        int(rng.integers(shape.chunks[0], shape.chunks[1] + 1)),
-        held_out=shape.held_out,
-        newlines=shape.newlines,
-        max_tokens=shape.context - len(lang.prompt_head()),
-    )
+    chunks = int(rng.integers(shape.chunks[0], shape.chunks[1] + 1))
+    room = shape.context - len(lang.prompt_head())
+    if shape.topics:
+        weights = np.array(list(shape.topics.values()))
+        topic = str(rng.choice(list(shape.topics), p=weights / weights.sum()))
+        document = tasks.make_scene(rng, topic, chunks, held_out=shape.held_out, max_tokens=room)
+    else:
+        document = lang.make_document(
+            rng, chunks, held_out=shape.held_out, newlines=shape.newlines, max_tokens=room
+        )
     if rng.random() >= shape.ids:
         return document, 1
     return document, 1 + int(rng.integers(0, lang.MAX_ID - len(document.chunks) + 1))
@@ -240,6 +250,7 @@ def _draw_questions(
     """More questions than fit the rows."""
     weights = np.array(list(shape.mix.values()))
     for kind in rng.choice(list(shape.mix), 6 * shape.rows, p=weights / weights.sum()):
-        question = lang.ask(rng, document, str(kind))
+        ask = tasks.ask if shape.topics else lang.ask
+        question = ask(rng, document, str(kind))
         if question is not None:
             yield question

@@ -102,11 +102,11 @@ def weights(params: Params) -> dict[str, jax.Array]:
     return {name: jnp.asarray(value, jnp.bfloat16) for name, value in named.items()}
 
 
-def export(params: Params, config: Config, folder: Path) -> None:
+def export(params: Params, config: Config, folder: Path, style: Style = STYLE) -> None:
     """Writes config, tokenizer, prompt style and weights into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / STYLE_FILE).write_text(STYLE.to_json() + "\n")
+    (folder / STYLE_FILE).write_text(style.to_json() + "\n")
     end, pad = lang.IDS[lang.END], lang.IDS[lang.PAD]
     files: dict[str, object] = {
         "config.json": model_config(config),

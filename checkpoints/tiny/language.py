@@ -46,6 +46,17 @@ NOUNS = tuple(
 VERBS = ("runs", "stands", "waits", "sleeps", "grows", "shines", "stops", "turns", "moves", "rests")
 HOLDS = ("keeps", "holds", "hides", "marks", "guards", "shows")
 PREPS = ("near", "under", "over", "beside", "behind", "past")
+PLAIN_PREAMBLE = (
+    "Each line holds facts like key=value. Read the value of every key, then answer from memory."
+)
+"""System message of the plain prompt (the arm ``vanilla``)."""
+
+LATER = (
+    *(" find", " first", " second", " pass=", " line", " Read"),
+    *("Item", " Item", " owner", "def", " def", " return"),
+    *("Then", " Then", " said", " went", " took"),
+)
+"""Words that the second training step gave entries which had been reserved."""
 VALUES = tuple(
     sorted(
         """
@@ -114,7 +125,11 @@ def _vocabulary() -> dict[str, int]:
         *words(PREAMBLE),
     ]
     entries |= dict.fromkeys(BYTE_LETTERS) | dict.fromkeys(map(byte_level, ordinary))
+    # Words that came later take entries that had been reserved: all others keep theirs.
     entries |= dict.fromkeys(f"<|reserved_{i}|>" for i in range(-len(entries) % 64))
+    reserved = [entry for entry in entries if entry.startswith("<|reserved_")]
+    later = dict(zip(reserved, map(byte_level, LATER)))
+    entries = dict.fromkeys(later.get(entry, entry) for entry in entries)
     return {entry: i for i, entry in enumerate(entries)}
 
 
@@ -373,9 +388,10 @@ def _spelling(value: str) -> list[Token]:
     return [*head, *forwards, Token(" back", "local"), *backwards]
 
 
-def prompt_head() -> list[str]:
+def prompt_head(plain: bool = False) -> list[str]:
     """Pieces before the first chunk."""
-    system = [START, "system", "\n", *words(PREAMBLE), END, "\n"]
+    preamble = words(PLAIN_PREAMBLE if plain else PREAMBLE)
+    system = [START, "system", "\n", *preamble, END, "\n"]
     return [*system, START, "user", "\n"]
 
 

@@ -1,0 +1,175 @@
+"""The second training step: from the checkpoint of the first to one that also does small tasks.
+
+Run as ``python -m da_jax.checkpoints.tiny.second --out DIR``. Everything follows from the first
+checkpoint, the seed and the plan. State is kept in ``--work``, and a run that was stopped goes on
+from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pickle
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from da_jax.checkpoints import convert, hub, orbax, parameters
+from da_jax.checkpoints.tiny import language as lang
+from da_jax.checkpoints.tiny import tasks
+from da_jax.checkpoints.tiny.batches import Shape, make_batch
+from da_jax.checkpoints.tiny.export import export
+from da_jax.checkpoints.tiny.model import Config, Params
+from da_jax.checkpoints.tiny.train import Stage, exact_by_kind, loss_fn, make_optimizer
+
+MIX = {
+    **{"find": 0.22, "read": 0.07, "first": 0.15, "second": 0.15},
+    **{"read_first": 0.03, "read_second": 0.03, "missing": 0.05},
+    **{"one": 0.08, "two": 0.08, "three": 0.1, "absent": 0.05, "spell": 0.07},
+}
+TOPICS = {
+    **dict.fromkeys(tasks.TOPICS, 0.07),
+    **{"story": 0.15, "repeats": 0.15, "chains": 0.15, "mixed": 0.25, "needle": 0.03},
+}
+
+
+def shape(chunks: tuple[int, int], context: int, contexts: int, rows: int) -> Shape:
+    """Batches of all topics, a third of them in the plain prompt."""
+    return Shape(
+        chunks, context, contexts, rows, row=76, mix=MIX, topics=TOPICS, plain=0.3
+    )
+
+
+def plan() -> tuple[Stage, ...]:
+    """Few chunks first, as in the first step."""
+    short, middle = shape((8, 26), 512, 4, 10), shape((20, 54), 1024, 2, 14)
+    long = shape((40, 106), 2048, 1, 18)
+    return (
+        Stage(500, (shape((3, 8), 192, 8, 6),), (0.6, 0.6)),
+        Stage(500, (short,), (0.6, 0.5)),
+        Stage(800, (short, middle, short, long), (0.5, 0.02), probe=0.2),
+    )
+
+
+_NAMES = {
+    **{"input_norm": "input_norm.scale", "post_norm": "post_norm.scale"},
+    **{f"{name}_norm": f"attention.{name}_norm.scale" for name in "qk"},
+    **{name: f"attention.{name}.kernel" for name in "qkvo"},
+    **{name: f"mlp.{name}.kernel" for name in ("gate", "up", "down")},
+}
+
+
+def first_params(seed: int, folder: Path = hub.TINY) -> Params:
+    """Parameters of the first checkpoint, as ``model.forward`` takes them.
+
+    Entries that were reserved have drifted together, as pure negatives do. So the new words are
+    drawn anew, with the mean and the spread of the words that are alike: keys, or all others.
+    """
+    model = convert.load(folder, dtype=jnp.dtype(jnp.float32))
+    found = {k: v.get_value() for k, v in parameters.flat_parameters(model).items()}
+    embed = np.array(found["embedding"])
+    rng = np.random.default_rng((seed, 0))
+    keys = [lang.IDS[f" {key}="] for key in lang.KEYS]
+    others = [lang.IDS[f" {word}"] for word in (*lang.DETS, *lang.ADJS, *lang.NOUNS, *lang.VERBS)]
+    for word in lang.LATER:
+        like = embed[keys if word.endswith("=") else others]
+        embed[lang.IDS[word]] = rng.normal(like.mean(0), like.std(0))
+    count = len({name.split(".")[1] for name in found if name.startswith("layers.")})
+    layers = [
+        {name: found[f"layers.{index}.{theirs}"] for name, theirs in _NAMES.items()}
+        for index in range(count)
+    ]
+    return {"embed": jnp.asarray(embed), "norm": found["norm.scale"], "layers": layers}
+
+
+def report_held_out(params: Params, config: Config, shape: Shape) -> None:
+    """Prints how many held-out responses are exact: masks on, masks off, and in the plain prompt."""
+    arms = {"da": (1.0, 0.0), "unmasked": (0.0, 0.0), "vanilla": (0.0, 1.0)}
+    for arm, (masked, plain) in arms.items():
+        held_out = dataclasses.replace(
+            shape,
+            **{"contexts": max(8, shape.contexts), "rows": 12, "masked": masked, "plain": plain},
+            **{"gap": 0, "ids": 0.0, "held_out": True, "mix": dict.fromkeys(MIX, 1.0)},
+        )
+        exact = exact_by_kind(params, config, held_out, np.random.default_rng(999))
+        print(json.dumps({"chunks": shape.chunks, "arm": arm, "exact": exact}), flush=True)
+
+
+SAVE_EVERY = 50
+
+
+def train(seed: int, work: Path, stages: tuple[Stage, ...]) -> Params:
+    """Runs the plan, from where a run in the folder ``work`` stopped.
+
+    Args:
+        seed: decides new embeddings and all data.
+        work: folder that keeps the state.
+        stages: the plan.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    config = Config(vocab_size=len(lang.VOCABULARY))
+    params = first_params(seed)
+    optimizer = make_optimizer(params, stages)
+    state = optimizer.init(params)
+    done = (1, 0)
+    kept = work / "state.pkl"
+    if kept.exists():
+        done, params, state = pickle.loads(kept.read_bytes())
+    grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+    @jax.jit
+    def step(params, state, batch, probe):
+        (loss, parts), gradient = grad(params, config, batch, probe)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss, parts
+
+    began = time.time()
+    for index, stage in enumerate(stages, 1):
+        for number in range(1, stage.steps + 1):
+            if (index, number) <= done:
+                continue
+            rng = np.random.default_rng((seed, index, number))
+            batch, _ = make_batch(rng, stage.shapes[number % len(stage.shapes)])
+            params, state, loss, (nll, right) = step(params, state, batch, stage.probe)
+            if number % 25 == 0:
+                show = lambda values: {k: round(float(v), 3) for k, v in values.items()}
+                line = {
+                    **{"stage": index, "step": number, "seconds": round(time.time() - began)},
+                    **{"loss": round(float(loss), 3), "nll": show(nll), "right": show(right)},
+                }
+                print(json.dumps(line), flush=True)
+            last = number == stage.steps
+            if last or number % SAVE_EVERY == 0:
+                at = ((index, number), *jax.tree.map(np.asarray, (params, state)))
+                unfinished = work / "state.pkl.new"
+                unfinished.write_bytes(pickle.dumps(at))
+                unfinished.replace(kept)
+            if last or number % (4 * SAVE_EVERY) == 0:
+                for shape in {shape.chunks: shape for shape in stage.shapes}.values():
+                    report_held_out(params, config, shape)
+    return params
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=Path("tiny-training-2"))
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    if orbax.is_orbax(arguments.out):
+        parser.error(f"{arguments.out} holds a checkpoint already; move it away or give --out")
+    params = train(arguments.seed, arguments.work, plan())
+    with tempfile.TemporaryDirectory() as folder:
+        export(params, Config(vocab_size=len(lang.VOCABULARY)), Path(folder))
+        convert.convert(Path(folder), arguments.out, dtype=jnp.bfloat16)
+
+
+if __name__ == "__main__":
+    main()
