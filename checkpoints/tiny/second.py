@@ -41,9 +41,7 @@ TOPICS = {
 
 def shape(chunks: tuple[int, int], context: int, contexts: int, rows: int) -> Shape:
     """Batches of all topics, a third of them in the plain prompt."""
-    return Shape(
-        chunks, context, contexts, rows, row=76, mix=MIX, topics=TOPICS, plain=0.3
-    )
+    return Shape(chunks, context, contexts, rows, row=76, mix=MIX, topics=TOPICS, plain=0.3)
 
 
 def plan() -> tuple[Stage, ...]:
@@ -89,7 +87,7 @@ def first_params(seed: int, folder: Path = hub.TINY) -> Params:
 
 
 def report_held_out(params: Params, config: Config, shape: Shape) -> None:
-    """Prints how many held-out responses are exact: masks on, masks off, and in the plain prompt."""
+    """Prints how many held-out responses are exact in each arm."""
     arms = {"da": (1.0, 0.0), "unmasked": (0.0, 0.0), "vanilla": (0.0, 1.0)}
     for arm, (masked, plain) in arms.items():
         held_out = dataclasses.replace(

@@ -15,7 +15,6 @@ same letters without declarations: ``Kamora= Sero=apple answer=apple``.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -236,9 +235,7 @@ class _Pairs:
     def number(self) -> str:
         """A number for the pass key."""
         fits = [
-            n
-            for n in range(1, lang.MAX_ID + 1)
-            if (n % lang.HELD_OUT_EVERY == 0) == self.held_out
+            n for n in range(1, lang.MAX_ID + 1) if (n % lang.HELD_OUT_EVERY == 0) == self.held_out
         ]
         return f"{_pick(self.rng, fits)}"
 
@@ -332,7 +329,7 @@ def ask(rng: np.random.Generator, scene: Scene, kind: str) -> lang.Question | No
         starts = list(scene.links) if scene.links and rng.random() < 0.7 else list(scene.facts)
         ends = {key: scene.path(key)[-1] for key in starts}
     fits = [key for key, f in ends.items() if not question.spelled or _can_be_spelled(f.value)]
-    return dataclasses.replace(question, keys=(_pick(rng, fits),)) if fits else None
+    return Question(kind, (_pick(rng, fits),)) if fits else None
 
 
 def _ask_as_before(rng: np.random.Generator, scene: Scene, kind: str) -> lang.Question | None:

@@ -64,12 +64,7 @@ def run(options: Options) -> None:
     config = EngineConfig(**options.engine)
     initial = None if options.initial is None else Declaration.of(options.initial)
     visible = None if options.visible is None else read_visible(options.visible)
-    style: Style | str = options.style
-    if options.style.endswith(".json"):
-        try:
-            style = Style.from_json(Path(options.style).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{options.style}: {error}") from error
+    style = style_of(options.style)
     if options.trace and not options.trace.parent.is_dir():
         raise ValueError(f"--trace: the folder {options.trace.parent} does not exist")
     with _progress() as report:
@@ -92,6 +87,21 @@ def run(options: Options) -> None:
         print(json.dumps(summary(response, llm.compilations_after_warmup)))
     else:
         console.print(_table(response, arm, llm.renderer.style.da_only))
+
+
+def style_of(name: str) -> Style | str:
+    """The style that --style names; one of a JSON file is read.
+
+    Raises:
+      ValueError: the file holds no valid style.
+      OSError: it cannot be read.
+    """
+    if not name.endswith(".json"):
+        return name
+    try:
+        return Style.from_json(Path(name).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def read_input(options: Options) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from da_jax import __version__
 from da_jax.cli import eval_commands
 from da_jax.cli.bench_commands import bench
 from da_jax.cli.options import DEFAULT, Json, KvDtype, Weights, fail
+from da_jax.cli.train_commands import train
 
 app = typer.Typer(
     name="da-jax",
@@ -25,6 +26,7 @@ app.command("report")(eval_commands.report)
 app.command()(eval_commands.roofline)
 app.command()(eval_commands.replay)
 app.command("verify")(eval_commands.verify)
+app.command()(train)
 
 
 def _version(wanted: bool) -> None:

@@ -61,8 +61,7 @@ def written(text, question):
     ordinal = next((f" {w}" for w in question.split() if w in ("first", "second")), "")
     shown = lambda value: f" {value}" if value.endswith("=") else value
     out = "".join(
-        f" {key}={number}"
-        f'<focus magic_chunks="{number}"> {key}={shown(value)}</focus>'
+        f' {key}={number}<focus magic_chunks="{number}"> {key}={shown(value)}</focus>'
         for number, key, value in hops
     )
     key = question.removesuffix("=?").split()[-1]
