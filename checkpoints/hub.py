@@ -12,6 +12,8 @@ from etils import epath
 from da_jax.checkpoints import paths
 
 TINY = Path(__file__).parent / "tiny" / "checkpoint"
+SHIPPED = {"tiny": TINY, "tiny-2": TINY.parent / "checkpoint-2"}
+"""The checkpoints of the package by name: that of the first and of the second training step."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILES = (*paths.METADATA, "*.safetensors", "params/**")
 _IGNORED = ("original/*", "consolidated*", "onnx/*")  # the same weights in other formats
@@ -24,7 +26,7 @@ def resolve(
     """The folder of a checkpoint.
 
     Args:
-      path_or_id: a folder, also `gs://bucket/folder`; `tiny`, the checkpoint that ships with the
+      path_or_id: a folder, also `gs://bucket/folder`; `tiny` or `tiny-2`, which ship with the
         package; or a Hugging Face hub id such as `Qwen/Qwen3-0.6B`, which is downloaded into the
         hub's cache. HF_TOKEN is honoured.
       revision: branch, tag or commit on the hub; only for hub ids.
@@ -37,14 +39,14 @@ def resolve(
       OSError: when the download cannot be stored.
     """
     name = os.fspath(path_or_id)
-    folder = TINY if name == "tiny" else Path(name).expanduser()
+    folder = SHIPPED.get(name) or Path(name).expanduser()
     if paths.is_remote(name) or folder.is_dir():
         if revision is not None:
             raise ValueError(f"revision {revision!r} is for hub ids, and {name!r} is a folder")
         return paths.absolute(name) if paths.is_remote(name) else folder
     if not _ID.fullmatch(name):
         raise FileNotFoundError(
-            f"{name!r} is no folder, nor a hub id of the form owner/name, nor 'tiny'"
+            f"{name!r} is no folder, nor a hub id of the form owner/name, nor 'tiny' or 'tiny-2'"
         )
     return _download(name, revision, _FILES if weights else paths.METADATA)
 

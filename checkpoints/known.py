@@ -33,16 +33,16 @@ def find(name: str) -> Known:
     """Finds a model.
 
     Args:
-      name: `tiny`, a folder with a `config.json` (also on `gs://`), a hub id that is in the
-        hub's cache, or a size of the catalogue.
+      name: `tiny`, `tiny-2`, a folder with a `config.json` (also on `gs://`), a hub id that is in
+        the hub's cache, or a size of the catalogue.
 
     Raises:
       ValueError: for any other name.
       ConfigError: for a configuration that is not computed here.
       CheckpointError: for a conversion that did not finish.
     """
-    if name == "tiny":
-        return Known("ships with the package", hf_config.read(hub.TINY))
+    if name in hub.SHIPPED:
+        return Known("ships with the package", hf_config.read(hub.SHIPPED[name]))
     if paths.is_remote(name):
         return _read(paths.absolute(name))
     folder = Path(name).expanduser()

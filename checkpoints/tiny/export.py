@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -50,9 +51,9 @@ _LAYER_NAMES = {
 }
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(vocabulary: Mapping[str, int] = lang.FIRST_VOCABULARY) -> Tokenizer:
     """Byte-level BPE without merges: a word of the language is one token, other text is bytes."""
-    tokenizer = Tokenizer(models.BPE(lang.VOCABULARY, [], ignore_merges=True))
+    tokenizer = Tokenizer(models.BPE(dict(vocabulary), [], ignore_merges=True))
     split = pre_tokenizers.Split(Regex(_WORDS), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
@@ -102,10 +103,16 @@ def weights(params: Params) -> dict[str, jax.Array]:
     return {name: jnp.asarray(value, jnp.bfloat16) for name, value in named.items()}
 
 
-def export(params: Params, config: Config, folder: Path, style: Style = STYLE) -> None:
+def export(
+    params: Params,
+    config: Config,
+    folder: Path,
+    style: Style = STYLE,
+    vocabulary: Mapping[str, int] = lang.FIRST_VOCABULARY,
+) -> None:
     """Writes config, tokenizer, prompt style and weights into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
+    make_tokenizer(vocabulary).save(str(folder / "tokenizer.json"))
     (folder / STYLE_FILE).write_text(style.to_json() + "\n")
     end, pad = lang.IDS[lang.END], lang.IDS[lang.PAD]
     files: dict[str, object] = {

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,16 +126,22 @@ def _vocabulary() -> dict[str, int]:
         *words(PREAMBLE),
     ]
     entries |= dict.fromkeys(BYTE_LETTERS) | dict.fromkeys(map(byte_level, ordinary))
-    # Words that came later take entries that had been reserved: all others keep theirs.
     entries |= dict.fromkeys(f"<|reserved_{i}|>" for i in range(-len(entries) % 64))
-    reserved = [entry for entry in entries if entry.startswith("<|reserved_")]
-    later = dict(zip(reserved, map(byte_level, LATER)))
-    entries = dict.fromkeys(later.get(entry, entry) for entry in entries)
     return {entry: i for i, entry in enumerate(entries)}
 
 
-VOCABULARY = _vocabulary()
-"""Token (in byte-level letters; control tokens and tags as they are) to id."""
+def _extended(vocabulary: Mapping[str, int]) -> dict[str, int]:
+    """The vocabulary with later words in place of reserved entries; all others keep their ids."""
+    reserved = [entry for entry in vocabulary if entry.startswith("<|reserved_")]
+    later = dict(zip(reserved, map(byte_level, LATER)))
+    return {later.get(entry, entry): i for entry, i in vocabulary.items()}
+
+
+FIRST_VOCABULARY = _vocabulary()
+"""Token (in byte-level letters; control tokens and tags as they are) to id, in the first step."""
+
+VOCABULARY = _extended(FIRST_VOCABULARY)
+"""The same in the second step."""
 
 
 class _Ids(dict[str, int]):

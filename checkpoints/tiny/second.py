@@ -63,7 +63,7 @@ _NAMES = {
 }
 
 
-def first_params(seed: int, folder: Path = hub.TINY) -> Params:
+def first_params(seed: int, folder: Path = hub.SHIPPED["tiny"]) -> Params:
     """Parameters of the first checkpoint, as ``model.forward`` takes them.
 
     Entries that were reserved have drifted together, as pure negatives do. So the new words are
@@ -159,13 +159,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("tiny-training-2"))
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=hub.SHIPPED["tiny-2"])
     arguments = parser.parse_args()
     if orbax.is_orbax(arguments.out):
         parser.error(f"{arguments.out} holds a checkpoint already; move it away or give --out")
     params = train(arguments.seed, arguments.work, plan())
     with tempfile.TemporaryDirectory() as folder:
-        export(params, Config(vocab_size=len(lang.VOCABULARY)), Path(folder))
+        config = Config(vocab_size=len(lang.VOCABULARY))
+        export(params, config, Path(folder), tasks.STYLE, lang.VOCABULARY)
         convert.convert(Path(folder), arguments.out, dtype=jnp.bfloat16)
 
 

@@ -179,6 +179,7 @@ def make_scene(
     *,
     held_out: bool,
     max_tokens: int | None = None,
+    wrapped: bool = True,
 ) -> Scene:
     """Draws a document of up to ``chunks`` chunks.
 
@@ -187,7 +188,8 @@ def make_scene(
         topic: one of ``TOPICS``, or ``mixed``.
         chunks: number of chunks.
         held_out: as for ``language.make_document``; links are pairs too.
-        max_tokens: stop before the rendered chunks exceed this many tokens.
+        max_tokens: stop before the chunks exceed this many tokens.
+        wrapped: count the chunks as they are rendered, not their text alone.
     """
     draft = _Draft(rng)
     written: list[tuple[str, ...]] = []
@@ -202,7 +204,7 @@ def make_scene(
             facts = 0
         before = len(draft.slots)
         pieces = draft.line(number, family, facts)
-        size += len(lang.prompt_chunk(number, pieces))
+        size += len(lang.prompt_chunk(number, pieces)) if wrapped else len(pieces)
         if written and max_tokens is not None and size > max_tokens:
             del draft.slots[before:]
             break
@@ -310,7 +312,8 @@ def _filled_in(
     return Scene(lines, facts, topic, links, repeated)
 
 
-def _can_be_spelled(value: str) -> bool:
+def spellable(value: str) -> bool:
+    """Whether the letters of a value may be asked for."""
     return lang.SPELL_MIN <= len(value) <= lang.SPELL_MAX and value.isalpha()
 
 
@@ -328,7 +331,7 @@ def ask(rng: np.random.Generator, scene: Scene, kind: str) -> lang.Question | No
     else:
         starts = list(scene.links) if scene.links and rng.random() < 0.7 else list(scene.facts)
         ends = {key: scene.path(key)[-1] for key in starts}
-    fits = [key for key, f in ends.items() if not question.spelled or _can_be_spelled(f.value)]
+    fits = [key for key, f in ends.items() if not question.spelled or spellable(f.value)]
     return Question(kind, (_pick(rng, fits),)) if fits else None
 
 
@@ -340,7 +343,7 @@ def _ask_as_before(rng: np.random.Generator, scene: Scene, kind: str) -> lang.Qu
         return lang.Question(kind, (key,))
     if kind != "spell":
         return lang.ask(rng, scene, kind)
-    fits = [key for key, f in scene.facts.items() if _can_be_spelled(f.value)]
+    fits = [key for key, f in scene.facts.items() if spellable(f.value)]
     return lang.Question(kind, (_pick(rng, fits),)) if fits else None
 
 

@@ -152,9 +152,13 @@ def test_new_words_leave_all_other_entries_alone():
     fixed = {lang.PAD: 0, lang.START: 1, lang.END: 2, lang.CHUNK: 3, lang.LOCAL_END: 11}
     assert {piece: lang.IDS[piece] for piece in fixed} == fixed
     assert len(lang.VOCABULARY) == 1152
+    first = {i: entry for entry, i in lang.FIRST_VOCABULARY.items()}
+    changed = {i: entry for entry, i in lang.VOCABULARY.items() if first[i] != entry}
+    assert all(first[i].startswith("<|reserved_") for i in changed)
+    assert len(changed) == len(lang.LATER)
     new = {lang.IDS[word] for word in lang.LATER}
     assert len(new) == len(lang.LATER) and min(new) == 1100
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(lang.VOCABULARY)
     for word in lang.LATER:
         assert tokenizer.encode(word).ids == [lang.IDS[word]]
 
@@ -163,7 +167,7 @@ def test_new_words_leave_all_other_entries_alone():
 def renderer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     config = Config(vocab_size=len(lang.VOCABULARY))
-    export(init(jax.random.key(0), config), config, folder, tasks.STYLE)
+    export(init(jax.random.key(0), config), config, folder, tasks.STYLE, lang.VOCABULARY)
     return PromptRenderer(transformers.AutoTokenizer.from_pretrained(folder))
 
 
