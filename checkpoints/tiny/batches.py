@@ -72,6 +72,7 @@ class Shape:
         held_out: draw from the pairs that training never sees.
         topics: weight of each topic of the second training step; none for the first.
         plain: share of contexts in the plain prompt, where everything stays visible.
+        misled: share of segments with a wrong number in their focus tag, see ``tasks.misled``.
     """
 
     chunks: tuple[int, int]
@@ -88,6 +89,7 @@ class Shape:
     held_out: bool = False
     topics: Mapping[str, float] = field(default_factory=dict)
     plain: float = 0.0
+    misled: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ def _place_segment(
     batch.row_position[where] = position + np.arange(len(ids))
     batch.everything[where] = True
     batch.target[b, row, start : end - 1] = ids[1:]
-    batch.role[b, row, response - 1 : end - 1] = [ROLES.index(token.role) for token in tokens]
+    roles = [-1 if token.role == tasks.GIVEN else ROLES.index(token.role) for token in tokens]
+    batch.role[b, row, response - 1 : end - 1] = roles
     if masked:
         for i, token in enumerate(tokens, response):
             batch.everything[b, row, i] = token.mode == "global"
@@ -205,13 +208,20 @@ def make_batch(rng: np.random.Generator, shape: Shape) -> tuple[Batch, list[Plac
                 used[row] = shape.row
         for question in _draw_questions(rng, shape, document):
             tokens = tasks.respond(document, question, first_id, plain)
+            masked = None
+            if shape.misled and not plain and rng.random() < shape.misled:
+                masked = bool(rng.random() < shape.masked)
+                tokens = tasks.misled(
+                    rng, document, question, tokens, first_id=first_id, masked=masked
+                )
             need = len(lang.prompt_tail(question)) + len(tokens)
             fits = np.flatnonzero(used + need <= shape.row)
             if not len(fits):
                 continue
             row = int(fits[np.argmax(used[fits])])
             at = (b, row, int(used[row]), int(segments[row]))
-            masked = bool(rng.random() < shape.masked) and not plain
+            if masked is None:
+                masked = bool(rng.random() < shape.masked) and not plain
             asked = (document, question, tokens, masked)
             placed.append(_place_segment(batch, at, position, *asked))
             used[row] += need

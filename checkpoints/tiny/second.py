@@ -39,19 +39,39 @@ TOPICS = {
 }
 
 
-def shape(chunks: tuple[int, int], context: int, contexts: int, rows: int) -> Shape:
-    """Batches of all topics, a third of them in the plain prompt."""
-    return Shape(chunks, context, contexts, rows, row=76, mix=MIX, topics=TOPICS, plain=0.3)
+LAST_MIX = MIX | {
+    **{"first": 0.25, "second": 0.25, "read_first": 0.06, "read_second": 0.06, "find": 0.14},
+    **{"absent": 0.1, "missing": 0.1, "two": 0.1, "one": 0.2, "spell": 0.1},
+}
+LAST_TOPICS = TOPICS | {"repeats": 0.4, "mixed": 0.35}
+
+
+def shape(
+    chunks: tuple[int, int], context: int, contexts: int, rows: int, last: bool = False
+) -> Shape:
+    """Batches of all topics, about a third of them in the plain prompt.
+
+    At last with more of what is learnt late: ordinals, above all with everything visible, and in
+    the plain prompt also keys that are not there. Then a focus may be misled, too.
+    """
+    drawn = Shape(chunks, context, contexts, rows, row=76, mix=MIX, topics=TOPICS, plain=0.3)
+    if not last:
+        return drawn
+    return dataclasses.replace(
+        drawn, mix=LAST_MIX, topics=LAST_TOPICS, plain=0.35, masked=0.65, misled=0.4
+    )
 
 
 def plan() -> tuple[Stage, ...]:
     """Few chunks first, as in the first step."""
-    short, middle = shape((8, 26), 512, 4, 10), shape((20, 54), 1024, 2, 14)
-    long = shape((40, 106), 2048, 1, 18)
+    sizes = ((8, 26), 512, 4, 10), ((20, 54), 1024, 2, 14), ((40, 106), 2048, 1, 18)
+    short, middle, long = (shape(*size) for size in sizes)
+    short_last, middle_last, long_last = (shape(*size, last=True) for size in sizes)
     return (
         Stage(500, (shape((3, 8), 192, 8, 6),), (0.6, 0.6)),
         Stage(500, (short,), (0.6, 0.5)),
         Stage(800, (short, middle, short, long), (0.5, 0.02), probe=0.2),
+        Stage(440, (short_last, middle_last, short_last, long_last), (0.5, 0.0), probe=0.2),
     )
 
 
@@ -88,13 +108,17 @@ def first_params(seed: int, folder: Path = hub.SHIPPED["tiny"]) -> Params:
 
 def report_held_out(params: Params, config: Config, shape: Shape) -> None:
     """Prints how many held-out responses are exact in each arm."""
-    arms = {"da": (1.0, 0.0), "unmasked": (0.0, 0.0), "vanilla": (0.0, 1.0)}
-    for arm, (masked, plain) in arms.items():
-        held_out = dataclasses.replace(
-            shape,
-            **{"contexts": max(8, shape.contexts), "rows": 12, "masked": masked, "plain": plain},
-            **{"gap": 0, "ids": 0.0, "held_out": True, "mix": dict.fromkeys(MIX, 1.0)},
-        )
+    arms = {
+        "da": {"masked": 1.0},
+        "da, misled": {"masked": 1.0, "misled": 1.0},
+        "unmasked": {},
+        "unmasked, misled": {"misled": 1.0},
+        "vanilla": {"plain": 1.0},
+    }
+    every = {"masked": 0.0, "misled": 0.0, "plain": 0.0, "gap": 0, "ids": 0.0, "held_out": True}
+    for arm, changes in arms.items():
+        sizes = {"contexts": max(8, shape.contexts), "rows": 12, "mix": dict.fromkeys(MIX, 1.0)}
+        held_out = dataclasses.replace(shape, **sizes | every | changes)
         exact = exact_by_kind(params, config, held_out, np.random.default_rng(999))
         print(json.dumps({"chunks": shape.chunks, "arm": arm, "exact": exact}), flush=True)
 

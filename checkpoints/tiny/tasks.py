@@ -391,6 +391,49 @@ def respond(
     return [*tokens, Token(lang.LOCAL_END), Token(lang.END)]
 
 
+GIVEN = "given"
+"""Role of a token that is not the model's choice."""
+
+
+def misled(
+    rng: np.random.Generator,
+    document: lang.Document,
+    question: lang.Question,
+    tokens: list[Token],
+    *,
+    first_id: int,
+    masked: bool,
+) -> list[Token]:
+    """The response once the last number in a focus tag has become that of a chunk without the key.
+
+    A model that can answer at once, in the plain prompt, also knows the value when it writes the
+    key under GLOBAL, and its own keys and values carry that into the focus. This teaches it to read
+    what it sees: under the mask there is no such value, and with everything visible there is.
+    """
+    at = max((i for i, token in enumerate(tokens, 1) if token.piece == lang.FOCUS), default=0)
+    seen = [token for token in tokens[at:] if token.focus]
+    if not at or len(seen[0].focus) > 1:
+        return tokens
+    key, value = seen[1].piece, seen[2].piece
+    text = [i for i, chunk in enumerate(document.chunks, 1) if key not in chunk]
+    if not text:
+        return tokens
+    wrong = _pick(rng, text)
+    out = [*tokens[:at], Token(f"{wrong + first_id - 1}", role=GIVEN)]
+    for token in tokens[at + 1 :]:
+        piece = "none" if masked and token.piece == value else token.piece
+        focus = (wrong,) if token.focus else ()
+        out.append(Token(piece, token.mode, focus, token.role))
+        if masked and token.role == "value" and value.isalpha() and _spells(question):
+            break  # there is nothing to spell
+    return out
+
+
+def _spells(question: lang.Question) -> bool:
+    spelled = isinstance(question, Question) and question.spelled
+    return spelled or question.kind == "spell"
+
+
 def _ending(spelled: bool, values: list[str]) -> Iterator[Token]:
     if spelled:
         yield from lang._spelling(values[0])

@@ -198,3 +198,44 @@ def test_what_has_no_fact_is_not_asked():
     scene = tasks.make_scene(rng, "story", 3, held_out=False)
     assert tasks.ask(rng, scene, "first") is None
     assert tasks.ask(rng, scene, "read_second") is None
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_misled_focus_names_a_chunk_without_the_key_and_finds_nothing_under_the_mask(masked):
+    rng, changed = np.random.default_rng(0), 0
+    for seed, topic in enumerate(EVERY):
+        scene, questions = drawn(seed, topic)
+        for question in questions:
+            tokens = tasks.respond(scene, question, first_id=5)
+            misled = tasks.misled(rng, scene, question, tokens, first_id=5, masked=masked)
+            text = "".join(token.piece for token in misled)
+            if misled == tokens:
+                assert question.kind in ("two", "three", "absent", "missing")
+                continue
+            changed += 1
+            *_, (number, key, value) = re.findall(r'chunks="(\d+)"> (\w+)=(\w+)', text)
+            line = scene.text.splitlines()[int(number) - 5]
+            assert f"{key}=" not in line
+            focused = [token.focus for token in misled if token.mode == "focus"]
+            assert focused[-1] == (int(number) - 4,)
+            assert sum(token.role == tasks.GIVEN for token in misled) == 1
+            if masked:
+                assert value == "none" and text.endswith(("none", f"answer=none</local>{lang.END}"))
+            else:
+                right = "".join(token.piece for token in tokens)
+                assert text == re.sub(r'="\d+"(?!.*=")', f'="{number}"', right)
+    assert changed > 50
+
+
+def test_a_wrong_number_is_not_learnt():
+    shape = Shape(
+        (3, 8), 200, contexts=2, rows=8, row=76, mix=MIX, topics={"story": 1.0}, misled=1.0
+    )  # fmt: skip
+    batch, placed = make_batch(np.random.default_rng(0), shape)
+    given = 0
+    for p in placed:
+        learnt = batch.role[p.context, p.row, p.response - 1 : p.end - 1] >= 0
+        expected = [token.role != tasks.GIVEN for token in p.tokens]
+        assert learnt.tolist() == expected
+        given += expected.count(False)
+    assert given > 10
