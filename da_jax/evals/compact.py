@@ -138,17 +138,20 @@ _OTHERS = (
     CompactTask("niah_multiquery", _MORE, "Three facts of many at once.", "story", ["three"]),
     CompactTask("passkey", _ONE, "A number in noise.", "needle", ["find"], key=tasks.PASS),
 )
-TASKS: dict[str, Task] = {f"compact_{task.name}": task for task in (*_READ, *_OTHERS)}
-"""The suite `compact`, by name."""
-SHORT: dict[str, Task] = {}
-"""The same without letters, by name."""
-for _task in _READ:
-    _kinds = [kind.replace("read_", "").replace("read", "find") for kind in _task._kinds]
-    SHORT[f"compact_{_task.name}_short"] = CompactTask(
-        _task.name, _task.group, _task.description, _task._topic, _kinds
+_SHORT = [
+    CompactTask(
+        f"{task.name}_short", task.group, f"{task.description[:-1]}, without letters.",
+        task._topic, [kind.replace("read_", "").replace("read", "find") for kind in task._kinds],
     )
-for _name, _each in (TASKS | SHORT).items():
-    _each.name = _name
+    for task in _READ
+]  # fmt: skip
+TASKS: dict[str, Task] = {}
+"""Every task by name: the suite `compact` first, then the short forms of those with letters."""
+for _task in (*_READ, *_OTHERS, *_SHORT):
+    _task.name = f"compact_{_task.name}"
+    TASKS[_task.name] = _task
+SUITE = len(_READ) + len(_OTHERS)
+"""How many of them make the suite."""
 
 
 ARMS = ("da", "unmasked", "vanilla")
@@ -217,7 +220,8 @@ def main() -> None:
     from da_jax.engine.llm import LLM
 
     llm = LLM.from_pretrained(arguments.checkpoint, dtype=arguments.dtype, max_model_len=4096)
-    chosen = SHORT if arguments.short else TASKS
+    names = list(TASKS)[SUITE:] if arguments.short else list(TASKS)[:SUITE]
+    chosen = {name: TASKS[name] for name in names}
     found = measure(llm, chosen, arguments.length, arguments.n, arguments.seed)
     print(json.dumps(found, indent=1))
 

@@ -20,7 +20,7 @@ _SUITES = {
     "offline15": ("da_jax.evals.offline", "TASKS", 15),
     "controls": ("da_jax.evals.offline", "CONTROLS", None),
     "paper15": ("da_jax.evals.public", "TASKS", 15),
-    "compact": ("da_jax.evals.compact", "TASKS", None),
+    "compact": ("da_jax.evals.compact", "TASKS", 11),
 }
 """Suite to (module, table of tasks, how many of its first entries make the suite)."""
 

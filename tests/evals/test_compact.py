@@ -8,11 +8,12 @@ import pytest
 from da_jax.checkpoints.tiny import language as lang
 from da_jax.checkpoints.tiny import tasks
 from da_jax.checkpoints.tiny.export import make_tokenizer
-from da_jax.evals import compact
+from da_jax.evals import compact, suites
 from da_jax.evals.task import Group
 from da_jax.protocol.modes import ModeTracker
 
-EVERY = compact.TASKS | compact.SHORT
+EVERY = compact.TASKS
+SUITE = suites.load(["compact"])
 TOKENIZER = make_tokenizer(lang.VOCABULARY)
 
 
@@ -103,7 +104,7 @@ def right_answers(example):
 
 
 def test_short_forms_ask_for_the_same_without_letters():
-    for name in compact.SHORT:
+    for name in list(compact.TASKS)[compact.SUITE :]:
         long, short = drawn(name.removesuffix("_short"), n=2), drawn(name, n=2)
         assert all(e.question.startswith("read ") for e in long)
         assert all(e.question.startswith("find ") for e in short)
@@ -111,11 +112,11 @@ def test_short_forms_ask_for_the_same_without_letters():
 
 
 def test_groups_are_those_of_the_evidence():
-    for name, task in compact.TASKS.items():
-        hops = {example.details["hops"] for example in drawn(name, n=8)}
+    for task in SUITE:
+        hops = {example.details["hops"] for example in drawn(task.name, n=8)}
         assert (task.group is Group.MULTI) == (min(hops) > 1)
-    assert sum(task.group is Group.MULTI for task in compact.TASKS.values()) == 3
-    assert {"passkey", "kv_retrieval"} <= {name.removeprefix("compact_") for name in compact.TASKS}
+    assert sum(task.group is Group.MULTI for task in SUITE) == 3
+    assert len(SUITE) == compact.SUITE == 11 and len(compact.TASKS) == 11 + 9
 
 
 def test_documents_hold_only_pairs_that_training_never_saw():
