@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from da_jax.checkpoints.tiny import language as lang
-from da_jax.checkpoints.tiny import tasks
+from da_jax.checkpoints.tiny import scenes, tasks
 
 PADDING = -1
 SCAFFOLD = 0
@@ -236,7 +236,7 @@ def _draw_document(rng: np.random.Generator, shape: Shape) -> tuple[lang.Documen
     if shape.topics:
         weights = np.array(list(shape.topics.values()))
         topic = str(rng.choice(list(shape.topics), p=weights / weights.sum()))
-        document = tasks.make_scene(rng, topic, chunks, held_out=shape.held_out, max_tokens=room)
+        document = scenes.make_scene(rng, topic, chunks, held_out=shape.held_out, max_tokens=room)
     else:
         document = lang.make_document(
             rng, chunks, held_out=shape.held_out, newlines=shape.newlines, max_tokens=room

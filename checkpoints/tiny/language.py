@@ -197,31 +197,32 @@ def _value_table() -> dict[tuple[bool, bool, int], list[str]]:
     return table
 
 
-_VALUE_TABLE = _value_table()
+VALUE_TABLE = _value_table()
 
 
-def _pick(rng: np.random.Generator, options):
+def pick(rng: np.random.Generator, options):
+    """One of the options."""
     return options[int(rng.integers(len(options)))]
 
 
-def _sentence(rng: np.random.Generator, fact: tuple[str, str] | None) -> list[str]:
+def sentence(rng: np.random.Generator, fact: tuple[str, str] | None) -> list[str]:
     """Pieces of one sentence; its first piece has no space and a capital."""
 
     def noun() -> list[str]:
-        adjective = [f" {_pick(rng, ADJS)}"] if rng.random() < 0.4 else []
-        return [*adjective, f" {_pick(rng, NOUNS)}"]
+        adjective = [f" {pick(rng, ADJS)}"] if rng.random() < 0.4 else []
+        return [*adjective, f" {pick(rng, NOUNS)}"]
 
-    place = lambda: [f" {_pick(rng, PREPS)}", f" {_pick(rng, DETS)}", *noun()]
-    subject = [_pick(rng, DETS).capitalize(), *noun()]
+    place = lambda: [f" {pick(rng, PREPS)}", f" {pick(rng, DETS)}", *noun()]
+    subject = [pick(rng, DETS).capitalize(), *noun()]
     if fact is None:
         tail = place() if rng.random() < 0.5 else []
-        return [*subject, f" {_pick(rng, VERBS)}", *tail, "."]
+        return [*subject, f" {pick(rng, VERBS)}", *tail, "."]
     pair = [f" {fact[0]}=", fact[1]]
     form = rng.random()
     if form < 0.3:
-        return [*subject, f" {_pick(rng, VERBS)}", f" {_pick(rng, PREPS)}", *pair, "."]
+        return [*subject, f" {pick(rng, VERBS)}", f" {pick(rng, PREPS)}", *pair, "."]
     tail = place() if form < 0.55 else []
-    return [*subject, f" {_pick(rng, HOLDS)}", *pair, *tail, "."]
+    return [*subject, f" {pick(rng, HOLDS)}", *pair, *tail, "."]
 
 
 LINE_MIN, LINE_MAX = 11, 20
@@ -237,9 +238,9 @@ def _chunk(
     sentences: list[list[str]] = []
     size = LINE_MAX
     while size > LINE_MAX - 1:
-        sentences = [_sentence(rng, fact) for fact in facts]
+        sentences = [sentence(rng, fact) for fact in facts]
         size = sum(map(len, sentences))
-    while size + len(extra := _sentence(rng, None)) <= target or size < LINE_MIN - 1:
+    while size + len(extra := sentence(rng, None)) <= target or size < LINE_MIN - 1:
         if size + len(extra) < LINE_MAX:
             sentences.append(extra)
             size += len(extra)
@@ -279,8 +280,8 @@ def make_document(
         for _ in range(1 if rng.random() < 0.65 else 2):
             key = int(next(keys))
             long = bool(rng.random() < 0.5)
-            values = _VALUE_TABLE[held_out, long, key % HELD_OUT_EVERY]
-            pairs.append((KEYS[key], _pick(rng, values)))
+            values = VALUE_TABLE[held_out, long, key % HELD_OUT_EVERY]
+            pairs.append((KEYS[key], pick(rng, values)))
         pieces = _chunk(rng, pairs, bool(rng.random() < newlines))
         size += len(prompt_chunk(number, pieces))
         if max_tokens is not None and size > max_tokens:
@@ -319,12 +320,12 @@ def ask(rng: np.random.Generator, document: Document, kind: str) -> Question | N
     """Draws a question of the type about the document; None if it has no fact for it."""
     facts = document.facts
     if kind == "absent":
-        while (key := _pick(rng, KEYS)) in facts:
+        while (key := pick(rng, KEYS)) in facts:
             pass
         return Question(kind, (key,))
     if kind == "spell":
         long = [f.key for f in facts.values() if SPELL_MIN <= len(f.value) <= SPELL_MAX]
-        return Question(kind, (_pick(rng, long),)) if long else None
+        return Question(kind, (pick(rng, long),)) if long else None
     count = 1 + KINDS.index(kind)
     chosen: dict[int, str] = {}
     names = list(facts)
@@ -375,7 +376,7 @@ def respond(document: Document, question: Question, first_id: int = 1) -> list[T
     values = ["none" if fact is None else fact.value for fact in facts]
     tokens += [Token(LOCAL, "local")]
     if question.kind == "spell":
-        tokens += _spelling(values[0])
+        tokens += spelling(values[0])
     tokens.append(Token(" answer=", "local"))
     for value in values:
         tokens += [Token(value, "local"), Token(",", "local")]
@@ -383,7 +384,7 @@ def respond(document: Document, question: Question, first_id: int = 1) -> list[T
     return [*tokens, Token(LOCAL_END), Token(END)]
 
 
-def _spelling(value: str) -> list[Token]:
+def spelling(value: str) -> list[Token]:
     """``spell=ginger 1=g 2=i ... back 6=r 5=e ... answer=ginger``, all in LOCAL."""
     letters = [
         (Token(f" {i}=", "local"), Token(letter, "local", role="letter"))

@@ -22,7 +22,7 @@ import optax
 
 from da_jax.checkpoints import convert, hub, orbax, parameters
 from da_jax.checkpoints.tiny import language as lang
-from da_jax.checkpoints.tiny import tasks
+from da_jax.checkpoints.tiny import scenes, tasks
 from da_jax.checkpoints.tiny.batches import Shape, make_batch
 from da_jax.checkpoints.tiny.export import export
 from da_jax.checkpoints.tiny.model import Config, Params
@@ -34,7 +34,7 @@ MIX = {
     **{"one": 0.08, "two": 0.08, "three": 0.1, "absent": 0.05, "spell": 0.07},
 }
 TOPICS = {
-    **dict.fromkeys(tasks.TOPICS, 0.07),
+    **dict.fromkeys(scenes.TOPICS, 0.07),
     **{"story": 0.15, "repeats": 0.15, "chains": 0.15, "mixed": 0.25, "needle": 0.03},
 }
 

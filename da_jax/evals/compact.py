@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from da_jax.checkpoints.tiny import language as lang
-from da_jax.checkpoints.tiny import tasks
+from da_jax.checkpoints.tiny import scenes, tasks
 from da_jax.evals.task import Count, Example, Group, Score, Task
 
 _TRIES = 50
@@ -32,7 +32,7 @@ class CompactTask(Task):
       name: of the task.
       group: how its evidence lies.
       description: of the task.
-      topic: see `tasks.TOPICS`.
+      topic: see `scenes.TOPICS`.
       kinds: question types, in turn.
       key: the key that is always asked for, if it is always the same.
     """
@@ -61,7 +61,7 @@ class CompactTask(Task):
         kind, room = self._kinds[index % len(self._kinds)], length - 16
         for _ in range(_TRIES):
             lines = min(lang.MAX_ID, 1 + room // _SHORT_LINE)
-            scene = tasks.make_scene(
+            scene = scenes.make_scene(
                 rng, self._topic, lines, held_out=True, max_tokens=room, wrapped=False
             )
             question = self._question(rng, scene, kind)
@@ -75,7 +75,7 @@ class CompactTask(Task):
         )
 
     def _question(
-        self, rng: np.random.Generator, scene: tasks.Scene, kind: str
+        self, rng: np.random.Generator, scene: scenes.Scene, kind: str
     ) -> lang.Question | None:
         if self._key is not None:
             return tasks.Question(kind, (self._key,)) if self._key in scene.facts else None
@@ -85,7 +85,7 @@ class CompactTask(Task):
             return tasks.Question(kind, (fits[int(rng.integers(len(fits)))],)) if fits else None
         return tasks.ask(rng, scene, kind)
 
-    def _asked(self, scene: tasks.Scene, question: lang.Question, index: int) -> Example:
+    def _asked(self, scene: scenes.Scene, question: lang.Question, index: int) -> Example:
         if isinstance(question, tasks.Question):
             facts = tasks.path(scene, question)
             expected, spelled = (facts[-1].value,), question.spelled
@@ -112,7 +112,7 @@ class CompactTask(Task):
         value = "answer=" in answer and tuple(given) == example.expected
         details: dict[str, Any] = {"value": value}
         if example.details["spelled"]:
-            letters = "".join(t.piece for t in lang._spelling(example.expected[0])).strip()
+            letters = "".join(t.piece for t in lang.spelling(example.expected[0])).strip()
             details["letters"] = letters in answer
         return Score(float(all(details.values())), details)
 
@@ -136,7 +136,7 @@ _READ = (
 )  # fmt: skip
 _OTHERS = (
     CompactTask("niah_multiquery", _MORE, "Three facts of many at once.", "story", ["three"]),
-    CompactTask("passkey", _ONE, "A number in noise.", "needle", ["find"], key=tasks.PASS),
+    CompactTask("passkey", _ONE, "A number in noise.", "needle", ["find"], key=scenes.PASS),
 )
 _SHORT = [
     CompactTask(

@@ -8,20 +8,20 @@ import pytest
 import transformers
 
 from da_jax.checkpoints.tiny import language as lang
-from da_jax.checkpoints.tiny import tasks
+from da_jax.checkpoints.tiny import scenes, tasks
 from da_jax.checkpoints.tiny.batches import Shape, make_batch
 from da_jax.checkpoints.tiny.export import export, make_tokenizer
 from da_jax.checkpoints.tiny.model import Config, init
 from da_jax.protocol.modes import ModeTracker
 from da_jax.protocol.prompt import PromptRenderer
 
-EVERY = (*tasks.TOPICS, "mixed")
+EVERY = (*scenes.TOPICS, "mixed")
 MIX = dict.fromkeys((*tasks.KINDS, *lang.KINDS), 1.0)
 
 
 def drawn(seed, topic, chunks=14, held_out=False):
     rng = np.random.default_rng(seed)
-    scene = tasks.make_scene(rng, topic, chunks, held_out=held_out)
+    scene = scenes.make_scene(rng, topic, chunks, held_out=held_out)
     asked = [tasks.ask(rng, scene, kind) for kind in MIX for _ in range(2)]
     return scene, [question for question in asked if question is not None]
 
@@ -195,7 +195,7 @@ def test_training_batches_hold_the_rendered_prompt(renderer, topic, plain):
 
 def test_what_has_no_fact_is_not_asked():
     rng = np.random.default_rng(0)
-    scene = tasks.make_scene(rng, "story", 3, held_out=False)
+    scene = scenes.make_scene(rng, "story", 3, held_out=False)
     assert tasks.ask(rng, scene, "first") is None
     assert tasks.ask(rng, scene, "read_second") is None
 

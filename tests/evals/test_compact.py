@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from da_jax.checkpoints.tiny import language as lang
-from da_jax.checkpoints.tiny import tasks
+from da_jax.checkpoints.tiny import scenes
 from da_jax.checkpoints.tiny.export import make_tokenizer
 from da_jax.evals import compact, suites
 from da_jax.evals.task import Group
@@ -122,7 +122,7 @@ def test_groups_are_those_of_the_evidence():
 def test_documents_hold_only_pairs_that_training_never_saw():
     trained = set()
     for seed in range(30):
-        scene = tasks.make_scene(np.random.default_rng(seed), "mixed", 40, held_out=False)
+        scene = scenes.make_scene(np.random.default_rng(seed), "mixed", 40, held_out=False)
         trained |= set(re.findall(r"\w+=(?:\w+| \w+=)", scene.text))
     for name in compact.TASKS:
         for example in drawn(name):
