@@ -18,6 +18,7 @@ from da_jax import __version__
 from da_jax.checkpoints import convert, paths
 from da_jax.cli import eval_harness
 from da_jax.cli import report as report_command
+from da_jax.cli.options import read_style
 from da_jax.engine.config import EngineConfig
 from da_jax.engine.llm import LLM, load_tokenizer, stop_token_ids
 from da_jax.engine.request import SamplingParams
@@ -30,7 +31,6 @@ from da_jax.kernels.paged_attention import choose
 from da_jax.models import dtypes, hf_config
 from da_jax.protocol.modes import Arm
 from da_jax.protocol.prompt import PromptRenderer
-from da_jax.protocol.styles import Style
 
 LENGTHS = "4096,8192"
 """What `--lengths` is by default."""
@@ -273,20 +273,6 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
     if not parts or not all(part.isascii() and part.isdigit() for part in parts):
         raise ValueError(f"{name} is {text!r}; give whole numbers with commas, such as 4096,8192")
     return tuple(int(part) for part in parts)
-
-
-def read_style(style: str) -> Style | str:
-    """A style by its name, or from a JSON file.
-
-    Raises:
-      ValueError: the file holds none.
-    """
-    if not style.endswith(".json"):
-        return style
-    try:
-        return Style.from_json(Path(style).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{style}: {error}") from error
 
 
 def _engine_settings(config: EngineConfig, folder: Any, family: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from da_jax.checkpoints.convert import TINY
+from da_jax.cli.options import read_style
 from da_jax.engine.config import EngineConfig
 from da_jax.engine.llm import LLM
 from da_jax.engine.request import (
@@ -30,7 +31,6 @@ from da_jax.engine.request import (
 )
 from da_jax.protocol import ids
 from da_jax.protocol.modes import Arm, Declaration, Mode
-from da_jax.protocol.styles import Style
 
 COLOURS = {Mode.GLOBAL: "yellow", Mode.FOCUS: "green", Mode.LOCAL: "cyan"}
 EXAMPLE = TINY.parent / "example.json"
@@ -64,7 +64,7 @@ def run(options: Options) -> None:
     config = EngineConfig(**options.engine)
     initial = None if options.initial is None else Declaration.of(options.initial)
     visible = None if options.visible is None else read_visible(options.visible)
-    style = style_of(options.style)
+    style = read_style(options.style)
     if options.trace and not options.trace.parent.is_dir():
         raise ValueError(f"--trace: the folder {options.trace.parent} does not exist")
     with _progress() as report:
@@ -87,21 +87,6 @@ def run(options: Options) -> None:
         print(json.dumps(summary(response, llm.compilations_after_warmup)))
     else:
         console.print(_table(response, arm, llm.renderer.style.da_only))
-
-
-def style_of(name: str) -> Style | str:
-    """The style that --style names; one of a JSON file is read.
-
-    Raises:
-      ValueError: the file holds no valid style.
-      OSError: it cannot be read.
-    """
-    if not name.endswith(".json"):
-        return name
-    try:
-        return Style.from_json(Path(name).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def read_input(options: Options) -> tuple[str, str]:

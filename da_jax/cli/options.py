@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from da_jax.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from da_jax.protocol.styles import Style
 
 DEFAULT = EngineConfig()
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -31,3 +35,19 @@ def given(arguments: typer.Context, *names: str) -> str:
         for name, source in sources.items()
         if source is not None and source.name == "COMMANDLINE"
     )
+
+
+def read_style(style: str) -> Style | str:
+    """A style by its name, or from a JSON file.
+
+    Raises:
+      ValueError: the file holds none.
+    """
+    from da_jax.protocol.styles import Style
+
+    if not style.endswith(".json"):
+        return style
+    try:
+        return Style.from_json(Path(style).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{style}: {error}") from error

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from da_jax.checkpoints import hub, paths
-from da_jax.cli.eval import read_style
+from da_jax.cli.options import read_style
 from da_jax.engine.llm import load_tokenizer, stop_token_ids
 from da_jax.evals import replay
 from da_jax.protocol.modes import AnswerMode, Arm, Declaration, Mode

@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from da_jax.cli.generate import style_of
+from da_jax.cli.options import read_style
 
 
 def run(
@@ -44,7 +44,7 @@ def run(
 
     what = training.Job(
         model=model, examples=examples, out=out, settings=Settings(**settings),
-        style=style_of(style), **job,
+        style=read_style(style), **job,
     )  # fmt: skip
     began = time.monotonic()
     console = Console(file=sys.stderr)

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from da_jax.checkpoints import convert, paths
-from da_jax.cli.eval import progress, read_style
+from da_jax.cli.eval import progress
+from da_jax.cli.options import read_style
 from da_jax.engine.config import EngineConfig
 from da_jax.engine.llm import LLM
 from da_jax.evals import verify
