@@ -17,6 +17,8 @@ from da_jax.checkpoints.errors import CheckpointError
 from da_jax.checkpoints.parameters import wanted
 from da_jax.models import hf_config, registry
 
+pytestmark = pytest.mark.long
+
 METADATA = {
     "tokenizer.json": "{}", "tokenizer_config.json": "{}", "tokenizer.model": "x",
     "added_tokens.json": "{}", "special_tokens_map.json": "{}", "generation_config.json": "{}",

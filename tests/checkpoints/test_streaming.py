@@ -22,6 +22,8 @@ from support import references
 from da_jax.checkpoints import convert, hf, sources, streaming
 from da_jax.checkpoints.errors import CheckpointError
 
+pytestmark = pytest.mark.long
+
 TESTS = Path(__file__).parents[1]
 
 

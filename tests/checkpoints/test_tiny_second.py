@@ -14,6 +14,8 @@ from da_jax.engine.llm import LLM
 from da_jax.evals import compact, suites
 from da_jax.protocol.modes import Mode
 
+pytestmark = pytest.mark.long
+
 FOLDER = hub.SHIPPED["tiny-2"]
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from da_jax.cli import main as cli
 
+pytestmark = pytest.mark.long
+
 SMALL = ["--page-size", "16", "--prefill-chunk", "512", "--max-model-len", "2048"]
 
 

@@ -6,6 +6,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.long
+
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "colab").glob("*.ipynb"))
 
 

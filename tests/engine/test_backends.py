@@ -12,6 +12,8 @@ from da_jax.engine.runner import Runner
 from da_jax.kernels.paged_attention import BackendError, choose, support
 from da_jax.protocol.modes import Mode
 
+pytestmark = pytest.mark.long
+
 EXAMPLE = json.loads((Path(tiny.__file__).parent / "example.json").read_text())
 KERNELS = ["mosaic_tpu:interpret", "triton:interpret"]
 

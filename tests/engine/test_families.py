@@ -10,6 +10,8 @@ from da_jax import LLM, Done, EngineConfig, Style
 from da_jax.checkpoints import convert
 from da_jax.models import host_table
 
+pytestmark = pytest.mark.long
+
 SMALL = EngineConfig(page_size=16, max_model_len=512, max_num_seqs=1, prefill_chunk=64)
 CHUNKS = [f"part {letter}: " + letter * 12 for letter in "abcd"]
 SLOW = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "gemma3_1b", "gemma4_31b", "gemma4_26b_moe")

@@ -1,5 +1,6 @@
 """Who runs when, who gives way, and that nobody's result depends on it."""
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -256,10 +257,19 @@ def test_a_run_that_finds_the_queue_full_lets_the_others_get_on(random_llm, engi
     assert sum(isinstance(event, Done) for event in first) == 9
 
 
+@pytest.fixture
+def cleanup():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_an_interruption_while_a_program_is_called_waits_until_the_caches_are_back(
-    random_llm, engine, monkeypatch, kind
+    random_llm, engine, monkeypatch, cleanup, kind
 ):
+    # In the background of a shell a process ignores interruptions.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    cleanup.callback(signal.signal, signal.SIGINT, before)
     asked = request(random_llm, "<local>abc", max_tokens=30)
     (alone,) = responses(engine.run([asked]))
     compiled = dict(engine.runner._compiled)

@@ -12,6 +12,8 @@ from da_jax.cli import main as cli
 from da_jax.evals import suites
 from da_jax.evals.report import plots
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def da_jax(lab, monkeypatch, capsys):

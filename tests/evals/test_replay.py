@@ -18,6 +18,8 @@ from da_jax.protocol.modes import Arm
 from da_jax.protocol.prompt import PromptRenderer
 from da_jax.protocol.styles import COMPACT, PLAIN, TOOL
 
+pytestmark = pytest.mark.long
+
 CHUNKS = [f"part {letter}: " + letter * (9 + 5 * i) for i, letter in enumerate("abcdef")]
 QUESTION = "which part?"
 SCRIPTS = {

@@ -19,6 +19,8 @@ from da_jax.evals import planning
 from da_jax.evals.task import Group, Score
 from da_jax.protocol.modes import Arm
 
+pytestmark = pytest.mark.long
+
 
 def test_a_run_keeps_every_response_with_its_account(lab, undisturbed):
     records = lab.records(undisturbed)
@@ -236,7 +238,6 @@ def test_evidence_is_found_in_own_chunks_and_in_those_that_the_prompt_cuts(lab):
     assert planning.evidence_chunks(both, lab.prompts.render(own, Arm.DA)) == (1, 3)
 
 
-@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_records(lab, undisturbed, tmp_path):
     out = tmp_path / "run"
     command = [

@@ -17,6 +17,8 @@ from da_jax.evals.verify import Status, failed
 from da_jax.protocol.modes import Mode
 from da_jax.protocol.trace import Trace
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def llm(lab):
@@ -43,7 +45,6 @@ def test_the_shipped_checkpoint_passes_with_figures_that_fit_together(llm):
     assert poisoned["hidden_tokens"] > 1000 and poisoned["noticed_when_visible"] == 2
 
 
-@pytest.mark.long
 def test_the_random_model_passes_and_keeps_its_caches(random_llm):
     document, _ = script.write(random_llm)
     ask = lambda: random_llm.score(document.chunks, document.question, "<local>abc")
@@ -55,14 +56,12 @@ def test_the_random_model_passes_and_keeps_its_caches(random_llm):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(random_llm.engine.runner.caches))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma3_1b", "gemma4_e2b", "qwen3_5"])
 def test_sliding_and_recurrent_models_pass(family_llm, name):
     llm, _ = family_llm(name)
     assert not faults(llm)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_pages_of_8_bits_pass_and_their_poison_is_noticed(tiny_folder, random_llm, kv_dtype):
     config = dataclasses.replace(random_llm.engine.config, kv_dtype=kv_dtype, max_num_seqs=2)

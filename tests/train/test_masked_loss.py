@@ -12,6 +12,8 @@ from da_jax.checkpoints import hf
 from da_jax.protocol.modes import Arm, Declaration, Mode
 from da_jax.train import cache, data, step, views
 
+pytestmark = pytest.mark.long
+
 NAMES = ("qwen3", "gemma4_e2b", "qwen3_5", pytest.param("gemma3_text", marks=pytest.mark.slow))
 """Full attention; sliding windows and layers that read another's keys; recurrent states."""
 

@@ -14,6 +14,8 @@ from da_jax.cli.main import app
 from da_jax.train import run as training
 from da_jax.train.step import Settings, Trainer
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory):
