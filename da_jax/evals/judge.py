@@ -175,7 +175,7 @@ class Judge:
                     raise JudgeError(problem) from None
                 wait = max(wait, _retry_after(error.headers))
             except (OSError, ValueError) as error:  # no connection, a timeout, or no verdict
-                problem = f"{type(error).__name__}: {error}"
+                problem = self._without_key(f"{type(error).__name__}: {error}")
         raise JudgeError(
             f"the judge {self.model} gave no verdict in {self.attempts} attempts; the last one: "
             f"{problem}; check the endpoint, or run again: verdicts so far are kept in the cache"
@@ -183,7 +183,7 @@ class Judge:
 
     def _post(self, body: Mapping[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self.key_env):
+        if key := self._key():
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(
             f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers
@@ -191,12 +191,22 @@ class Judge:
         with _OPENER.open(request, timeout=self.timeout) as reply:
             return json.loads(reply.read())
 
+    def _key(self) -> str:
+        """The key, without the newline that a file may leave at its end; empty if there is none."""
+        key = os.environ.get(self.key_env, "").strip()
+        if not (key.isascii() and key.isprintable()):  # the error of a header would show it
+            raise JudgeError(f"${self.key_env} holds characters that no key has; set it anew")
+        return key
+
+    def _without_key(self, text: str) -> str:
+        """A text without the key, which an endpoint or an error may repeat."""
+        return text.replace(key, "***") if (key := self._key()) else text
+
     def _refusal(self, error: urllib.error.HTTPError) -> str:
         """What an endpoint said, without the key, which some repeat."""
         with error:
             said = error.read(2000).decode("utf-8", "replace")
-        if key := os.environ.get(self.key_env):
-            said = said.replace(key, "***")
+        said = self._without_key(said)
         hint = f"; set ${self.key_env}" if error.code in (401, 403) else ""
         return f"the judge's endpoint answers {error.code}{hint}: {said[:300]!r}"
 

@@ -127,6 +127,17 @@ def test_a_refusal_is_not_asked_again_and_does_not_show_the_key(endpoint, make):
     assert KEY not in str(error.value) and len(endpoint.seen) == 1
 
 
+def test_a_key_from_a_file_loses_its_newline_and_no_error_shows_a_key(endpoint, make, monkeypatch):
+    monkeypatch.setenv("A_KEY", f"{KEY}\r\n")
+    endpoint.replies.append(completion(RIGHT))
+    assert make().verdict("q", "r", "a").correct
+    assert endpoint.seen[-1][1] == f"Bearer {KEY}"
+    monkeypatch.setenv("A_KEY", f"{KEY}\nInjected: yes")
+    with pytest.raises(JudgeError, match=r"\$A_KEY holds characters") as caught:
+        make().verdict("q", "r", "b")
+    assert KEY not in str(caught.value)
+
+
 def test_the_key_is_not_taken_to_another_host(endpoint, make):
     endpoint.replies.append((302, b"", {"Location": endpoint.url + "/elsewhere"}))
     with pytest.raises(JudgeError, match="answers 302"):

@@ -179,6 +179,7 @@ def test_what_follows_the_last_answer_counts(answer, found):
     [
         (scoring.numbers(7), "1234567, 12345678 and 123456", ["1234567"]),
         (scoring.numbers(7), "It is 1,234,567.", ["1234567"]),
+        (scoring.numbers(7), "It is 1,234,567, as the text says.", ["1234567"]),
         (scoring.numbers(5), "12,345 or 1,234,567", ["12345"]),
         (scoring.integers, "three of 1,200 and 07", ["3", "1200", "7"]),
         (scoring.integers, "none of twenty-one; someone", []),

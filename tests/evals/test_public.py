@@ -229,7 +229,11 @@ def test_another_licence_on_the_hub_stops_the_download(options, tmp_path, monkey
     [
         ("B", "B"), ("(D)", "D"), ("The answer is (C).", "C"), ("Answer: A", "A"),
         ("A thing is odd, so the correct answer is B", "B"), ("not sure", None),
-        ("Between A and C I choose C", "C"),
+        ("Between A and C I choose C", "C"), ("The answer is **option (C)**.", "C"),
+        ("The answer is (C). Option A is wrong because it is never said.", "C"),
+        ("The answer is (B), since every other option is a distractor.", "B"),
+        ("(B) A man who lost his way.", "B"), ("B. Vitamin C", "B"), ("**D**", "D"),
+        ("I choose (C), a man of A rank.", "C"), ("A man did it, hence D.", "D"),
     ],
 )  # fmt: skip
 def test_a_letter_is_read_from_an_answer(answer, chosen):
@@ -237,8 +241,12 @@ def test_a_letter_is_read_from_an_answer(answer, chosen):
 
 
 @pytest.mark.parametrize(
-    ("answer", "value"), [("40%", 1), ("30", 0.5), ("about 60.0 %", 0.25), ("140%", 0), ("?", 0)]
-)
+    ("answer", "value"),
+    [
+        ("40%", 1), ("30", 0.5), ("about 60.0 %", 0.25), ("140%", 0), ("?", 0), ("-40%", 0),
+        ("Of 50 reviews 20 are positive, so 40%.", 1), ("Chunk 3 has 12; 40 percent in all", 1),
+    ],
+)  # fmt: skip
 def test_percentages_lose_half_for_each_ten_points(answer, value):
     assert scoring.percentage(answer, "40%").value == pytest.approx(value)
 

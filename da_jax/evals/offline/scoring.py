@@ -17,7 +17,7 @@ from da_jax.evals.offline import words
 from da_jax.evals.task import Score
 
 _ANSWER = re.compile(r"\banswer\b[*_`]*\s*:", re.IGNORECASE)
-_THOUSANDS = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_THOUSANDS = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _LISTED = 20
 """Most values that the details of a score list."""
 

@@ -7,9 +7,16 @@ from collections.abc import Sequence
 
 from da_jax.evals.task import Score
 
-_LETTER = re.compile(r"(?<![A-Za-z])\(?([A-D])\)?(?![A-Za-z'’])")
-_SAID = re.compile(r"(?:answer|choice|option)\b[^A-Za-z(]*(?:is\b)?[^A-Za-z(]*\(?([A-D])\b", re.I)
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_READ = (  # the last of the first kind that is there
+    re.compile(
+        r"\b[Aa]nswer\b(?:\s+is\b)?[^A-Za-z]*(?:(?:option|choice)[^A-Za-z]*)?([A-D])(?![A-Za-z'’])"
+    ),
+    re.compile(r"\A\W*([A-D])(?=\)|[.:,]|\W*\Z)"),
+    re.compile(r"\(([A-D])\)"),
+    re.compile(r"(?<![A-Za-z])([B-D]|A(?!\s+[a-z]))(?![A-Za-z'’])"),
+)
+_NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
+_PERCENT = re.compile(_NUMBER.pattern + r"\s*(?:%|percent)")
 
 
 def contained(answer: str, expected: Sequence[str]) -> Score:
@@ -19,20 +26,25 @@ def contained(answer: str, expected: Sequence[str]) -> Score:
 
 
 def letter(answer: str, expected: str) -> Score:
-    """Whether the answer chooses a letter from A to D: after "answer is" first, else the last."""
-    said = [match.upper() for match in _SAID.findall(answer)]
-    alone = _LETTER.findall(answer)
-    chosen = said[-1] if said else alone[-1] if alone else None
+    """Whether the answer chooses a letter from A to D.
+
+    It is the last one after "answer is" or "answer:"; else the one that the text begins with, as in
+    "(B) A man"; else the last one in brackets, or that stands alone.
+    """
+    found = (pattern.findall(answer) for pattern in _READ)
+    chosen = next((letters[-1] for letters in found if letters), None)
     return Score(float(chosen == expected), {"chosen": chosen})
 
 
 def percentage(answer: str, expected: str) -> Score:
     """Exponential similarity of two percentages (ZeroSCROLLS): 2 ** (-10 |a - b|), a part of 1.
 
-    Ten points off is half. Without a number from 0 to 100 the score is 0.
+    Ten points off is half. The last number with a percent sign counts, else the last number; where
+    it is not from 0 to 100 the score is 0.
     """
-    numbers = _NUMBER.findall(answer)
-    if not numbers or not 0 <= (value := float(numbers[0])) <= 100:
+    found = _PERCENT.findall(answer) or _NUMBER.findall(answer)
+    value = float(_NUMBER.findall(found[-1])[0]) if found else -1.0
+    if not 0 <= value <= 100:
         return Score(0.0, {"percentage": None})
     right = float(_NUMBER.findall(expected)[0])
     return Score(2.0 ** (-abs(value - right) / 10), {"percentage": value})
