@@ -199,8 +199,8 @@ class Judge:
         return key
 
     def _without_key(self, text: str) -> str:
-        """A text without the key, which an endpoint or an error may repeat."""
-        return text.replace(key, "***") if (key := self._key()) else text
+        """The beginning of a text, without the key, which an endpoint or an error may repeat."""
+        return (text.replace(key, "***") if (key := self._key()) else text)[:300]
 
     def _refusal(self, error: urllib.error.HTTPError) -> str:
         """What an endpoint said, without the key, which some repeat."""
@@ -208,7 +208,7 @@ class Judge:
             said = error.read(2000).decode("utf-8", "replace")
         said = self._without_key(said)
         hint = f"; set ${self.key_env}" if error.code in (401, 403) else ""
-        return f"the judge's endpoint answers {error.code}{hint}: {said[:300]!r}"
+        return f"the judge's endpoint answers {error.code}{hint}: {said!r}"
 
 
 def parse_verdict(reply: str) -> Verdict:
@@ -224,7 +224,7 @@ def parse_verdict(reply: str) -> Verdict:
     except json.JSONDecodeError:
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("correct"), bool):
-        raise ValueError(f"no verdict in {reply[:200]!r}")
+        raise ValueError(f"no verdict in {reply!r}")
     return Verdict(found["correct"], str(found.get("reason", "")))
 
 
@@ -235,7 +235,7 @@ def _content(reply: Any) -> str:
     except (KeyError, IndexError, TypeError):
         content = None
     if not isinstance(content, str):
-        raise ValueError(f"no chat completion: {str(reply)[:200]!r}")
+        raise ValueError(f"no chat completion: {reply!r}")
     return content
 
 

@@ -233,7 +233,11 @@ def test_another_licence_on_the_hub_stops_the_download(options, tmp_path, monkey
         ("The answer is (C). Option A is wrong because it is never said.", "C"),
         ("The answer is (B), since every other option is a distractor.", "B"),
         ("(B) A man who lost his way.", "B"), ("B. Vitamin C", "B"), ("**D**", "D"),
-        ("I choose (C), a man of A rank.", "C"), ("A man did it, hence D.", "D"),
+        ("The correct option is B. C and D are never mentioned.", "B"),
+        ("ANSWER: C. D is wrong", "C"), ("The answer is definitely (C). (A) is not.", "C"),
+        ("The best choice is (A), not (B).", "A"), ("A man did it, hence D.", "D"),
+        ("I looked for the answer. (A) says so, but (C) is what the text says.", "C"),
+        ("**Answer:** (B)", "B"), ("I choose (C), a man of A rank.", "C"),
     ],
 )  # fmt: skip
 def test_a_letter_is_read_from_an_answer(answer, chosen):
@@ -243,8 +247,9 @@ def test_a_letter_is_read_from_an_answer(answer, chosen):
 @pytest.mark.parametrize(
     ("answer", "value"),
     [
-        ("40%", 1), ("30", 0.5), ("about 60.0 %", 0.25), ("140%", 0), ("?", 0), ("-40%", 0),
+        ("40%", 1), ("30", 0.5), ("about 60.0 %", 0.25), ("140%", 0), ("?", 0), ("- 40%", 1),
         ("Of 50 reviews 20 are positive, so 40%.", 1), ("Chunk 3 has 12; 40 percent in all", 1),
+        ("40 per cent of the 50 reviews", 1), ("40 Percent of 50", 1),
     ],
 )  # fmt: skip
 def test_percentages_lose_half_for_each_ten_points(answer, value):

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 from da_jax.evals.task import Score
 
+_SAYS = r"(?:\s+is(?:\s+(?!not\b|an?\b)[a-z]+)?|\s*[*_]*:)[^A-Za-z.]*"
+_CHOICE = r"(?:(?i:option|choice)[^A-Za-z.]*)?([A-D])(?![A-Za-z'’])"
 _READ = (  # the last of the first kind that is there
-    re.compile(
-        r"\b[Aa]nswer\b(?:\s+is\b)?[^A-Za-z]*(?:(?:option|choice)[^A-Za-z]*)?([A-D])(?![A-Za-z'’])"
-    ),
+    re.compile(rf"\b(?i:answer){_SAYS}{_CHOICE}"),
+    re.compile(rf"\b(?i:option|choice){_SAYS}([A-D])(?![A-Za-z'’])"),
     re.compile(r"\A\W*([A-D])(?=\)|[.:,]|\W*\Z)"),
     re.compile(r"\(([A-D])\)"),
     re.compile(r"(?<![A-Za-z])([B-D]|A(?!\s+[a-z]))(?![A-Za-z'’])"),
 )
-_NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
-_PERCENT = re.compile(_NUMBER.pattern + r"\s*(?:%|percent)")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_PERCENT = re.compile(rf"({_NUMBER.pattern})\s*(?:%|per\s?cent)", re.IGNORECASE)
 
 
 def contained(answer: str, expected: Sequence[str]) -> Score:
@@ -28,8 +29,8 @@ def contained(answer: str, expected: Sequence[str]) -> Score:
 def letter(answer: str, expected: str) -> Score:
     """Whether the answer chooses a letter from A to D.
 
-    It is the last one after "answer is" or "answer:"; else the one that the text begins with, as in
-    "(B) A man"; else the last one in brackets, or that stands alone.
+    It is the last one after "answer is" or "answer:"; else after "option is" or "choice is"; else
+    the one that the text begins with, as in "(B) A man"; else the last one in brackets, or alone.
     """
     found = (pattern.findall(answer) for pattern in _READ)
     chosen = next((letters[-1] for letters in found if letters), None)
@@ -43,8 +44,7 @@ def percentage(answer: str, expected: str) -> Score:
     it is not from 0 to 100 the score is 0.
     """
     found = _PERCENT.findall(answer) or _NUMBER.findall(answer)
-    value = float(_NUMBER.findall(found[-1])[0]) if found else -1.0
-    if not 0 <= value <= 100:
+    if not found or (value := float(found[-1])) > 100:
         return Score(0.0, {"percentage": None})
     right = float(_NUMBER.findall(expected)[0])
     return Score(2.0 ** (-abs(value - right) / 10), {"percentage": value})
