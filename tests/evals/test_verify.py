@@ -56,12 +56,13 @@ def test_the_random_model_passes_and_keeps_its_caches(random_llm):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(random_llm.engine.runner.caches))
 
 
-@pytest.mark.parametrize("name", ["gemma3_1b", "gemma4_e2b", "qwen3_5"])
+@pytest.mark.parametrize("name", ["gemma4_e2b", "qwen3_5"])
 def test_sliding_and_recurrent_models_pass(family_llm, name):
     llm, _ = family_llm(name)
     assert not faults(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_pages_of_8_bits_pass_and_their_poison_is_noticed(tiny_folder, random_llm, kv_dtype):
     config = dataclasses.replace(random_llm.engine.config, kv_dtype=kv_dtype, max_num_seqs=2)
