@@ -18,7 +18,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from da_jax.checkpoints import convert, hub, orbax, parameters
 from da_jax.checkpoints.tiny import language as lang
@@ -26,7 +25,13 @@ from da_jax.checkpoints.tiny import scenes, tasks
 from da_jax.checkpoints.tiny.batches import Shape, make_batch
 from da_jax.checkpoints.tiny.export import export
 from da_jax.checkpoints.tiny.model import Config, Params
-from da_jax.checkpoints.tiny.train import Stage, exact_by_kind, loss_fn, make_optimizer
+from da_jax.checkpoints.tiny.train import (
+    Stage,
+    exact_by_kind,
+    make_optimizer,
+    make_step,
+    report_step,
+)
 
 MIX = {
     **{"find": 0.22, "read": 0.07, "first": 0.15, "second": 0.15},
@@ -143,14 +148,7 @@ def train(seed: int, work: Path, stages: tuple[Stage, ...]) -> Params:
     kept = work / "state.pkl"
     if kept.exists():
         done, params, state = pickle.loads(kept.read_bytes())
-    grad = jax.value_and_grad(loss_fn, has_aux=True)
-
-    @jax.jit
-    def step(params, state, batch, probe):
-        (loss, parts), gradient = grad(params, config, batch, probe)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss, parts
-
+    step = make_step(config, optimizer)
     began = time.time()
     for index, stage in enumerate(stages, 1):
         for number in range(1, stage.steps + 1):
@@ -160,12 +158,7 @@ def train(seed: int, work: Path, stages: tuple[Stage, ...]) -> Params:
             batch, _ = make_batch(rng, stage.shapes[number % len(stage.shapes)])
             params, state, loss, (nll, right) = step(params, state, batch, stage.probe)
             if number % 25 == 0:
-                show = lambda values: {k: round(float(v), 3) for k, v in values.items()}
-                line = {
-                    **{"stage": index, "step": number, "seconds": round(time.time() - began)},
-                    **{"loss": round(float(loss), 3), "nll": show(nll), "right": show(right)},
-                }
-                print(json.dumps(line), flush=True)
+                report_step(index, number, time.time() - began, loss, nll, right)
             last = number == stage.steps
             if last or number % SAVE_EVERY == 0:
                 at = ((index, number), *jax.tree.map(np.asarray, (params, state)))

@@ -10,8 +10,10 @@ import json
 import pickle
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +154,31 @@ def report_held_out(params: Params, config: Config, shape: Shape) -> None:
         print(json.dumps(line), flush=True)
 
 
+def make_step(config: Config, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """(params, state, batch, probe) to (params, state, loss, (nll, right)), compiled."""
+    grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+    @jax.jit
+    def step(params, state, batch, probe):
+        (loss, parts), gradient = grad(params, config, batch, probe)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss, parts
+
+    return step
+
+
+def report_step(
+    stage: int, number: int, seconds: float, loss: Any, nll: dict[str, Any], right: dict[str, Any]
+) -> None:
+    """Prints what a step measured, as a line of JSON."""
+    show = lambda values: {k: round(float(v), 3) for k, v in values.items()}
+    line = {
+        **{"stage": stage, "step": number, "seconds": round(seconds)},
+        **{"loss": round(float(loss), 3), "nll": show(nll), "right": show(right)},
+    }
+    print(json.dumps(line), flush=True)
+
+
 def train(seed: int, work: Path, stages: tuple[Stage, ...], done: int = 0) -> Params:
     """Runs the plan.
 
@@ -168,14 +195,7 @@ def train(seed: int, work: Path, stages: tuple[Stage, ...], done: int = 0) -> Pa
     state = optimizer.init(params)
     if done:
         params, state = pickle.loads((work / f"stage{done}.pkl").read_bytes())
-    grad = jax.value_and_grad(loss_fn, has_aux=True)
-
-    @jax.jit
-    def step(params, state, batch, probe):
-        (loss, parts), gradient = grad(params, config, batch, probe)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss, parts
-
+    step = make_step(config, optimizer)
     began = time.time()
     for index, stage in enumerate(stages[done:], done + 1):
         rng = np.random.default_rng((seed, index))
@@ -183,16 +203,7 @@ def train(seed: int, work: Path, stages: tuple[Stage, ...], done: int = 0) -> Pa
             batch, _ = make_batch(rng, stage.shapes[number % len(stage.shapes)])
             params, state, loss, (nll, right) = step(params, state, batch, stage.probe)
             if number % 25 == 0:
-                show = lambda values: {k: round(float(v), 3) for k, v in values.items()}
-                line = {
-                    "stage": index,
-                    "step": number,
-                    "seconds": round(time.time() - began),
-                    "loss": round(float(loss), 3),
-                    "nll": show(nll),
-                    "right": show(right),
-                }
-                print(json.dumps(line), flush=True)
+                report_step(index, number, time.time() - began, loss, nll, right)
         kept = jax.tree.map(np.asarray, (params, state))
         (work / f"stage{index}.pkl").write_bytes(pickle.dumps(kept))
         for shape in {shape.chunks: shape for shape in stage.shapes}.values():

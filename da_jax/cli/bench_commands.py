@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from da_jax.cli.options import DEFAULT, Json, fail, given
+from da_jax.cli.options import DEFAULT, Dtype, Json, Model, fail, given
 
 bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
@@ -107,7 +107,7 @@ def scanner(json_: Json = False) -> None:
 
 @bench.command()
 def engine(
-    model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny'.")] = "tiny",
+    model: Model = "tiny",
     batch: Annotated[
         list[int] | None, typer.Option(help="Sequences; may be repeated. 1, 8, 32 by default.")
     ] = None,
@@ -122,7 +122,7 @@ def engine(
         int, typer.Option(help="Tokens of a forced response with declarations.")
     ] = 200,
     repeats: Annotated[int, typer.Option(help="Measure everything so often, by turns.")] = 2,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    dtype: Dtype = "auto",
     transformers: Annotated[
         bool, typer.Option(help="Measure transformers (torch) on the same folder by turns.")
     ] = False,
@@ -142,7 +142,7 @@ def engine(
 
 @bench.command()
 def bursts(
-    model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny'.")] = "tiny",
+    model: Model = "tiny",
     batch: Annotated[
         list[int] | None, typer.Option(help="Sequences; may be repeated. 1, 8, 32 by default.")
     ] = None,
@@ -191,7 +191,7 @@ def kv(
     windows: Annotated[int, typer.Option(help="Pieces of the text, or questions of 'tiny'.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a piece before the scored.")] = 1024,
     new_tokens: Annotated[int, typer.Option(help="Tokens of a piece that are scored.")] = 512,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    dtype: Dtype = "auto",
     json_: Json = False,
 ) -> None:
     """What keys and values in 8 bits cost: negative log-likelihood of text, nats a token."""

@@ -93,7 +93,7 @@ def _harness(options: Options, tasks: list[str]) -> None:
         eval_harness.Options(
             model=options.model,
             tasks=tasks,
-            arms=options.arms.split(","),
+            arms=[arm.strip() for arm in options.arms.split(",")],
             lengths=None if options.lengths is None else numbers("--lengths", options.lengths),
             n=options.n,
             seed=options.seed,
@@ -160,7 +160,7 @@ def _judge(options: Options) -> Any:
     )
 
 
-def _public(options: Options, judge: Any, longest: int) -> Any:
+def _public(options: Options, judge: Any) -> Any:
     """Where public data is, and who judges."""
     from da_jax.evals.public import PublicOptions
 
@@ -176,7 +176,6 @@ def _public(options: Options, judge: Any, longest: int) -> Any:
         allow_download=options.public.allow_download,
         accepted=options.public.accepted,
         judge=judge,
-        max_tokens=longest,
         show=show,
     )
 
@@ -184,7 +183,7 @@ def _public(options: Options, judge: Any, longest: int) -> Any:
 def _prepare(options: Options) -> _Setup:
     lengths, judge = numbers("--lengths", options.lengths or LENGTHS), _judge(options)
     selection = Selection(
-        tasks=tuple(suites.load(options.suite, _public(options, judge, max(lengths)))),
+        tasks=tuple(suites.load(options.suite, _public(options, judge))),
         lengths=lengths,
         n=options.n,
         seed=options.seed,

@@ -7,7 +7,30 @@ from typing import Annotated
 
 import typer
 
-from da_jax.cli.options import DEFAULT, Json, KvDtype, Weights, given
+from da_jax.cli.options import (
+    DEFAULT,
+    Attention,
+    Dtype,
+    Guided,
+    Initial,
+    Json,
+    KvCacheBytes,
+    KvDtype,
+    MemoryFraction,
+    Model,
+    PageSize,
+    PrefillChunk,
+    PresencePenalty,
+    StyleName,
+    System,
+    Temperature,
+    TensorParallel,
+    Thinking,
+    TopK,
+    TopP,
+    Weights,
+    given,
+)
 
 Html = Annotated[
     bool, typer.Option(help="Write report.html, whose plots need matplotlib: 'da-jax[eval]'.")
@@ -29,7 +52,7 @@ def evaluate(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the run; one that is there goes on.")],
-    model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny' (shipped).")] = "tiny",
+    model: Model = "tiny",
     arms: Annotated[str, typer.Option(help="Of vanilla, unmasked, da.")] = "vanilla,unmasked,da",
     lengths: Annotated[
         str | None,
@@ -40,23 +63,21 @@ def evaluate(
     n: Annotated[int, typer.Option(help="Examples of each task and length.")] = 32,
     seed: Annotated[int, typer.Option(help="Which examples.")] = 0,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of a response; by default what its task says.")
+        int | None,
+        typer.Option(
+            help="Most tokens of a response, by default what its task says; of lm_eval tasks the "
+            "least cap, 512 by default."
+        ),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is no limit.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Share of probability to sample from.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="From -2 to 2.")] = 0.0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
     sampling_seed: Annotated[int, typer.Option(help="Makes sampling reproducible.")] = 0,
-    guided: Annotated[
-        bool, typer.Option("--guided", help="Write only tags that can be honoured.")
-    ] = False,
-    thinking: Annotated[
-        bool, typer.Option("--thinking", help="Let the model think before it answers.")
-    ] = False,
-    style: Annotated[
-        str, typer.Option(help="Prompt style: auto, tool, plain, compact, or a JSON file.")
-    ] = "auto",
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    guided: Guided = False,
+    thinking: Thinking = False,
+    style: StyleName = "auto",
+    system: System = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(help="Longest prompt and response; by default what the examples need."),
@@ -64,26 +85,15 @@ def evaluate(
     max_num_seqs: Annotated[
         int, typer.Option(help="Most sequences that decode at once.")
     ] = DEFAULT.max_num_seqs,
-    page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = DEFAULT.page_size,
-    prefill_chunk: Annotated[
-        int, typer.Option(help="Tokens of a prefill step.")
-    ] = DEFAULT.prefill_chunk,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = DEFAULT.dtype,
+    page_size: PageSize = DEFAULT.page_size,
+    prefill_chunk: PrefillChunk = DEFAULT.prefill_chunk,
+    dtype: Dtype = DEFAULT.dtype,
     weights: Weights = DEFAULT.weights,
     kv_dtype: KvDtype = DEFAULT.kv_dtype,
-    kv_cache_bytes: Annotated[
-        int | None,
-        typer.Option(
-            help="Most bytes of what sequences keep on the device; by default what is left."
-        ),
-    ] = None,
-    memory_fraction: Annotated[
-        float, typer.Option(help="Share of the device's memory that may be used.")
-    ] = DEFAULT.memory_fraction,
-    attention: Annotated[str | None, typer.Option(help="Backend, see `da-jax env`.")] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option(help="Devices that share the model.")
-    ] = DEFAULT.tensor_parallel,
+    kv_cache_bytes: KvCacheBytes = None,
+    memory_fraction: MemoryFraction = DEFAULT.memory_fraction,
+    attention: Attention = None,
+    tensor_parallel: TensorParallel = DEFAULT.tensor_parallel,
     data_parallel: Annotated[
         int, typer.Option(help="Copies of the model, each on devices of its own.")
     ] = DEFAULT.data_parallel,
@@ -255,23 +265,17 @@ def replay(
     model: Annotated[
         str, typer.Option(help="Whose tokenizer and chat template: folder, hub id, or 'tiny'.")
     ] = "tiny",
-    style: Annotated[
-        str, typer.Option(help="Prompt style: auto, tool, plain, compact, or a JSON file.")
-    ] = "auto",
-    thinking: Annotated[
-        bool, typer.Option("--thinking", help="Render prompts of a model that thinks.")
-    ] = False,
+    style: StyleName = "auto",
+    thinking: Thinking = False,
     arm: Annotated[str, typer.Option(help="Arm of responses that name none.")] = "da",
-    page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = DEFAULT.page_size,
+    page_size: PageSize = DEFAULT.page_size,
     scaffold: Annotated[
         str, typer.Option(help="What stays visible besides chunks: all, or paper.")
     ] = "all",
     answer_mode: Annotated[
         str, typer.Option(help="What <answer> does: local, keep or global.")
     ] = "local",
-    initial: Annotated[
-        str | None, typer.Option(help="Mode at the start: global, local, or focus:3,7.")
-    ] = None,
+    initial: Initial = None,
     json_: Json = False,
 ) -> None:
     """Compute what recorded responses of any system would have attended. No weights are needed.
@@ -303,31 +307,26 @@ def replay(
 
 
 def verify(
-    model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny' (shipped).")] = "tiny",
-    style: Annotated[
-        str, typer.Option(help="Prompt style: auto, tool, plain, compact, or a JSON file.")
-    ] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = DEFAULT.dtype,
+    model: Model = "tiny",
+    style: StyleName = "auto",
+    dtype: Dtype = DEFAULT.dtype,
     weights: Weights = DEFAULT.weights,
     kv_dtype: KvDtype = DEFAULT.kv_dtype,
-    attention: Annotated[str | None, typer.Option(help="Backend, see `da-jax env`.")] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = DEFAULT.page_size,
-    prefill_chunk: Annotated[
-        int, typer.Option(help="Tokens of a prefill step.")
-    ] = DEFAULT.prefill_chunk,
+    attention: Attention = None,
+    page_size: PageSize = DEFAULT.page_size,
+    prefill_chunk: PrefillChunk = DEFAULT.prefill_chunk,
     max_model_len: Annotated[
         int | None,
         typer.Option(help="Longest prompt and response; 4096 by default, or what the model has."),
     ] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option(help="Devices that share the model.")
-    ] = DEFAULT.tensor_parallel,
+    tensor_parallel: TensorParallel = DEFAULT.tensor_parallel,
     json_: Json = False,
 ) -> None:
-    """Prove on a checkpoint that what declarations hide is not read, and that nothing else is.
+    """Check on a checkpoint that what is hidden is not read, and that reads are accounted for.
 
-    Likelihoods under three prompts, NaN in all hidden pages, the pages that attention visits, and
-    programs compiled after warm-up. The exit status is 1 unless every check ran and passed.
+    Likelihoods under three prompts, NaN in all hidden slots, the pages that attention visits, and
+    programs compiled after warm-up, all without the prefix cache. It does not notice an operation
+    that sees less than its mask shows. The exit status is 1 unless every check ran and passed.
     """
     from da_jax.cli import verify as command
 

@@ -10,7 +10,30 @@ import typer
 from da_jax import __version__
 from da_jax.cli import eval_commands
 from da_jax.cli.bench_commands import bench
-from da_jax.cli.options import DEFAULT, Json, KvDtype, Weights, fail
+from da_jax.cli.options import (
+    DEFAULT,
+    Attention,
+    Dtype,
+    Guided,
+    Initial,
+    Json,
+    KvCacheBytes,
+    KvDtype,
+    MemoryFraction,
+    Model,
+    PageSize,
+    PrefillChunk,
+    PresencePenalty,
+    StyleName,
+    System,
+    Temperature,
+    TensorParallel,
+    Thinking,
+    TopK,
+    TopP,
+    Weights,
+    fail,
+)
 from da_jax.cli.train_commands import train
 
 app = typer.Typer(
@@ -46,7 +69,7 @@ def _options(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny' (shipped).")] = "tiny",
+    model: Model = "tiny",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
     document: Annotated[
         str | None, typer.Option(help="File of the document, '-' for standard input.")
@@ -55,56 +78,37 @@ def generate(
     arm: Annotated[
         str, typer.Option(help="da, unmasked (all visible) or vanilla (plain prompt).")
     ] = "da",
-    style: Annotated[
-        str, typer.Option(help="Prompt style: auto, tool, plain, compact, or a JSON file.")
-    ] = "auto",
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    initial: Annotated[
-        str | None, typer.Option(help="Mode at the start: global, local, or focus:3,7.")
-    ] = None,
+    style: StyleName = "auto",
+    system: System = None,
+    initial: Initial = None,
     visible: Annotated[
         str | None,
         typer.Option(help="Chunks that the whole response sees, such as 3,7; or none."),
     ] = None,
-    thinking: Annotated[
-        bool, typer.Option("--thinking", help="Let the model think before it answers.")
-    ] = False,
+    thinking: Thinking = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the response.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is no limit.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Share of probability to sample from.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="From -2 to 2.")] = 0.0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
-    guided: Annotated[
-        bool, typer.Option("--guided", help="Write only tags that can be honoured.")
-    ] = False,
+    guided: Guided = False,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt and response, in tokens.")
     ] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = DEFAULT.page_size,
-    prefill_chunk: Annotated[
-        int, typer.Option(help="Tokens of a prefill step.")
-    ] = DEFAULT.prefill_chunk,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = DEFAULT.dtype,
+    page_size: PageSize = DEFAULT.page_size,
+    prefill_chunk: PrefillChunk = DEFAULT.prefill_chunk,
+    dtype: Dtype = DEFAULT.dtype,
     weights: Weights = DEFAULT.weights,
     kv_dtype: KvDtype = DEFAULT.kv_dtype,
-    kv_cache_bytes: Annotated[
-        int | None,
-        typer.Option(
-            help="Most bytes of what sequences keep on the device; by default what is left."
-        ),
-    ] = None,
-    memory_fraction: Annotated[
-        float, typer.Option(help="Share of the device's memory that may be used.")
-    ] = DEFAULT.memory_fraction,
+    kv_cache_bytes: KvCacheBytes = None,
+    memory_fraction: MemoryFraction = DEFAULT.memory_fraction,
     per_layer_embeddings: Annotated[
         str, typer.Option(help="Where those of Gemma 4 E2B and E4B are: auto, device or host.")
     ] = DEFAULT.per_layer_embeddings,
-    attention: Annotated[str | None, typer.Option(help="Backend, see `da-jax env`.")] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option(help="Devices that share the model.")
-    ] = DEFAULT.tensor_parallel,
+    attention: Attention = None,
+    tensor_parallel: TensorParallel = DEFAULT.tensor_parallel,
     json_: Json = False,
     trace: Annotated[
         Path | None, typer.Option(help="Write what every decode step saw to this JSON file.")
@@ -193,10 +197,8 @@ def info(
     ] = "bfloat16",
     weights: Weights = DEFAULT.weights,
     kv_dtype: KvDtype = DEFAULT.kv_dtype,
-    page_size: Annotated[int, typer.Option(help="Tokens of a KV page.")] = DEFAULT.page_size,
-    prefill_chunk: Annotated[
-        int, typer.Option(help="Tokens of a prefill step.")
-    ] = DEFAULT.prefill_chunk,
+    page_size: PageSize = DEFAULT.page_size,
+    prefill_chunk: PrefillChunk = DEFAULT.prefill_chunk,
     mesh: Annotated[
         int, typer.Option(help="Devices that share the model; memory is then of each.")
     ] = 1,

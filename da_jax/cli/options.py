@@ -19,6 +19,34 @@ KvDtype = Annotated[
     str, typer.Option(help="Of keys and values: auto (that of the model), or 8 bits: int8, fp8.")
 ]
 Weights = Annotated[str, typer.Option(help="auto, or int8 for matrices in 8 bits.")]
+Model = Annotated[str, typer.Option(help="Folder, hub id, 'tiny' or 'tiny-2' (shipped).")]
+StyleName = Annotated[
+    str, typer.Option(help="Prompt style: auto, tool, plain, compact, or a JSON file.")
+]
+System = Annotated[str | None, typer.Option(help="System message.")]
+Initial = Annotated[
+    str | None, typer.Option(help="Mode at the start: global, local, or focus:3,7.")
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="0 is no limit.")]
+TopP = Annotated[float, typer.Option(help="Share of probability to sample from.")]
+PresencePenalty = Annotated[float, typer.Option(help="From -2 to 2.")]
+Guided = Annotated[bool, typer.Option("--guided", help="Write only tags that can be honoured.")]
+Thinking = Annotated[
+    bool, typer.Option("--thinking", help="Let the model think before it answers.")
+]
+PageSize = Annotated[int, typer.Option(help="Tokens of a KV page.")]
+PrefillChunk = Annotated[int, typer.Option(help="Tokens of a prefill step.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
+KvCacheBytes = Annotated[
+    int | None,
+    typer.Option(help="Most bytes of what sequences keep on the device; by default what is left."),
+]
+MemoryFraction = Annotated[
+    float, typer.Option(help="Share of the device's memory that may be used.")
+]
+Attention = Annotated[str | None, typer.Option(help="Backend, see `da-jax env`.")]
+TensorParallel = Annotated[int, typer.Option(help="Devices that share the model.")]
 
 
 def fail(error: Exception) -> NoReturn:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,14 @@ def run(options: Options) -> None:
     Raises:
       ValueError: arguments that do not go together or are out of range.
     """
+    amounts: dict[str, Sequence[float | None]] = {
+        "--steps": [options.steps], "--attended": [options.attended],
+        "--more-steps": [options.more_steps], "--context": options.context or [],
+    }  # fmt: skip
+    for name, values in amounts.items():
+        for value in values:
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value:g}; it must be above 0, and finite")
     if options.convention == "paper":
         _paper(options)
     elif options.convention == "measured":

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from da_jax.cli.options import DEFAULT, Json
+from da_jax.cli.options import DEFAULT, Dtype, Json, Model, StyleName, Thinking
 
 
 def train(
@@ -17,7 +17,7 @@ def train(
     out: Annotated[
         Path, typer.Option(help="New folder for the trained model.", show_default=False)
     ],
-    model: Annotated[str, typer.Option(help="Folder, hub id, or 'tiny'.")] = "tiny",
+    model: Model = "tiny",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
     batch: Annotated[int, typer.Option(help="Examples a step; a multiple of the devices.")] = 8,
     lr: Annotated[float, typer.Option(help="Highest learning rate of AdamW.")] = 1e-5,
@@ -31,13 +31,9 @@ def train(
         int | None,
         typer.Option(help="Most tokens of an example; 32768 or what the model has."),
     ] = None,
-    style: Annotated[
-        str, typer.Option(help="Prompt style: auto, tool, plain, compact, or a JSON file.")
-    ] = "auto",
-    thinking: Annotated[
-        bool, typer.Option("--thinking", help="Prompts of a model that thinks.")
-    ] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = DEFAULT.dtype,
+    style: StyleName = "auto",
+    thinking: Thinking = False,
+    dtype: Dtype = DEFAULT.dtype,
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Keep less for the backward pass: slower, smaller.")
     ] = False,

@@ -1,4 +1,4 @@
-"""`da-jax verify`: proof that the mask of a checkpoint acts, on the engine as it is set up."""
+"""`da-jax verify`: checks of the mask on a checkpoint, without the prefix cache."""
 
 from __future__ import annotations
 
@@ -91,5 +91,5 @@ def _show(checks: list[verify.Check], settings: dict[str, Any], as_json: bool) -
     for check in checks:
         shown = Text(f"{check.status.upper():<8}", style=_COLOURS[check.status])
         print_(shown + Text(f"{check.name}: {check.words}"))
-    verdict = f"not proven: {', '.join(failed)}" if failed else "proven: the mask acts, exactly"
+    verdict = f"failed or not run: {', '.join(failed)}" if failed else "all checks passed"
     print_(Text(verdict, style="bold red" if failed else "bold green"))

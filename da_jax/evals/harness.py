@@ -14,7 +14,7 @@ import numpy as np
 from da_jax.engine.llm import LLM
 from da_jax.evals.harness_model import ARMS, Account, HarnessModel, Split, split_prompt
 
-RULER_QA_LEAST = 4096  # its generator never ends below: lm-evaluation-harness issue 2963
+RULER_LEAST = 4096  # generators of some versions never end below: lm-evaluation-harness issue 2963
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,16 +114,17 @@ def _load(
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    if unknown := [arm for arm in arms if arm not in ARMS] or not arms:
-        raise ValueError(f"arms {unknown or arms!r}: choose among {', '.join(ARMS)}")
+    unknown = [arm for arm in arms if arm not in ARMS]
+    if unknown or not arms:
+        raise ValueError(f"arms {unknown or list(arms)!r}: choose among {', '.join(ARMS)}")
     metadata: dict[str, Any] = {"tokenizer": str(llm.tokenizer.name_or_path)}
     if options.lengths:
         metadata["max_seq_lengths"] = list(options.lengths)
         small = min(options.lengths)
-        if small < RULER_QA_LEAST and any(str(t).startswith("ruler") for t in tasks):
+        if small < RULER_LEAST and any(str(t).startswith("ruler") for t in tasks):
             raise ValueError(
-                f"length {small} is too short: the questions of RULER's qa tasks cannot be made "
-                f"below {RULER_QA_LEAST} tokens, and their generator would never end"
+                f"length {small} is too short for RULER: in some versions of the harness its "
+                f"generators never end below {RULER_LEAST} tokens; give a greater one"
             )
     random.seed(options.seed)  # synthetic tasks draw when they are loaded
     np.random.seed(options.seed)

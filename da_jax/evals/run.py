@@ -75,7 +75,8 @@ def evaluate(
     done = sum(key in folder.prompts for key in plan.prompts)
     watch(folder, done)
     with ThreadPoolExecutor(SCORERS, thread_name_prefix="score") as pool:
-        with contextlib.closing(runner.run(pool)) as steps:  # an interruption ends it at once
+        # An interruption ends it, once what is being scored is scored.
+        with contextlib.closing(runner.run(pool)) as steps:
             for kept in steps:
                 done += kept
                 watch(folder, done)

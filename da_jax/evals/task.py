@@ -71,7 +71,7 @@ class Task(abc.ABC):
     Attributes:
       name: names it on the command line and in records; lower case, with underscores.
       group: how its evidence lies.
-      description: one sentence for reports.
+      description: one sentence on what it asks.
       origin: where the examples come from: "generated", or the public data set.
       licence: of the examples, as its owner states it.
       max_tokens: most tokens of a response, in every arm.

@@ -1,7 +1,8 @@
-"""Proof that the mask acts, exactly, and costs what the account says, on any checkpoint.
+"""Checks that the mask acts, and costs what the account says, on any checkpoint.
 
 Accuracy does not show it: a mask that does nothing looks fine. Four checks, each against what the
-protocol says of a scripted response, not against what the engine made of it:
+protocol says of a scripted response, not against what the engine made of it. They show that nothing
+hidden is read; of what is visible only the mask that the operation is given, and one slot:
 
 * likelihood: of the response under the plain prompt (v), the prompt with declarations and nothing
   masked (d), and masked (m): d and m are equal until something is hidden, and differ from there.

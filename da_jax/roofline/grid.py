@@ -84,7 +84,8 @@ def gains_from(
     machine: Machine, declared: Callable[[int], Workload], more_steps: float = 1.0
 ) -> str:
     """From which context on a step, and a response, gain something, in a sentence."""
-    contexts = [2**n for n in range(10, 31) if 2**n <= machine.config.max_positions]
+    most = machine.config.max_positions
+    contexts = [2**n for n in range(10, 31) if 2**n <= most] or [most]
     found = rows(machine, contexts, [machine.batch], declared, more_steps)
     first = {
         "a step": next((row.context for row in found if row.step_ratio <= 1 - LITTLE), None),

@@ -105,7 +105,7 @@ def read(path: str | Path) -> list[Example]:
       OSError: the file cannot be read.
     """
     examples = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -46,15 +47,17 @@ class Settings:
         if self.steps < 1:
             raise ValueError(f"steps is {self.steps}; it must be at least 1")
         for name in ("rate", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0, and finite")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
         for name in ("warmup", "least"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
 
     def optimizer(self) -> optax.GradientTransformation:
         """AdamW with a warm-up, a cosine and a clipped gradient."""
-        rising = int(self.warmup * self.steps)
+        rising = min(int(self.warmup * self.steps), self.steps - 1)
         rate = optax.warmup_cosine_decay_schedule(
             self.rate / (rising + 1), self.rate, rising, self.steps, self.rate * self.least
         )

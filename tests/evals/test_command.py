@@ -139,9 +139,6 @@ def test_a_report_of_several_runs_needs_a_place(da_jax, undisturbed, tmp_path):
     assert code == 1 and "has no settings.json" in err
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("da_jax.evals.judge") is None, reason="the judge is not there"
-)
 def test_another_judge_is_another_setting(da_jax, tmp_path):
     judged = (*FACTS, "--arms", "da", "--out", tmp_path, "--judge-url", "http://localhost:1/v1")
     assert da_jax(*judged, "--judge", "one")[0] == 0

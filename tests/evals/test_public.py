@@ -183,7 +183,7 @@ def test_a_missing_or_damaged_source_is_an_error_that_says_what_to_do(options, t
     path.write_text('{"prompt": "a\\nb"}\n')
     with pytest.raises(SourceError, match=r"row 1: not as published \(KeyError: 'input'\)"):
         only("ruler_niah_single_3", options)
-    with pytest.raises(SourceError, match="give a judge"):
+    with pytest.raises(SourceError, match="name a --judge"):
         TASKS["longbench_qmsum"](PublicOptions())
 
 

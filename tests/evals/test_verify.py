@@ -237,7 +237,7 @@ def test_the_command_prints_the_checks_and_a_verdict(da_jax):
     assert [line.split()[:2] for line in lines[1:5]] == [
         ["PASS", f"{name}:"] for name in ("likelihood", "poison", "pages", "programs")
     ]
-    assert lines[-1] == "proven: the mask acts, exactly"
+    assert lines[-1] == "all checks passed"
 
 
 def test_a_failure_is_exit_status_1_also_with_json(da_jax, monkeypatch):
@@ -247,7 +247,7 @@ def test_a_failure_is_exit_status_1_also_with_json(da_jax, monkeypatch):
     assert code == 1 and result["passed"] is False
     assert [check["status"] for check in result["checks"]] == ["fail", "pass", "pass", "pass"]
     code, out, _ = da_jax()
-    assert code == 1 and out.splitlines()[-1] == "not proven: likelihood"
+    assert code == 1 and out.splitlines()[-1] == "failed or not run: likelihood"
 
 
 def test_a_model_without_full_attention_is_refused_before_it_is_loaded(da_jax, monkeypatch):

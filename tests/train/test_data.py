@@ -20,6 +20,14 @@ def writer(tiny_folder):
 GOOD = {"question": "q?", "response": "r"}
 
 
+def test_what_separates_lines_in_a_text_separates_no_examples(tmp_path):
+    path = tmp_path / "examples.jsonl"
+    texts = ["q\u2028x", "q\u2029x", "q\x85x", "q\x0bx"]
+    lines = [json.dumps(GOOD | {"question": text}, ensure_ascii=False) for text in texts]
+    path.write_text("\ufeff" + "\n".join(lines) + "\n", encoding="utf-8")  # with a mark of order
+    assert [example.question for example in data.read(path)] == texts
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -1,6 +1,7 @@
 """Training the checkpoint that ships, a little: from examples to a folder that answers."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -77,10 +78,18 @@ def test_what_cannot_work_is_refused_before_a_step(examples, tmp_path, changes, 
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize("changes", [{"steps": 0}, {"rate": 0.0}, {"warmup": 2.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"steps": 0}, {"rate": 0.0}, {"rate": math.inf}, {"warmup": 2.0}, {"weight_decay": -1.0}],
+)
 def test_settings_out_of_range_are_named(changes):
     with pytest.raises(ValueError, match=f"{next(iter(changes))} is"):
         Settings(**{"steps": 1} | changes)
+
+
+def test_a_rate_may_rise_over_all_steps():
+    rate = Settings(steps=3, warmup=1.0).optimizer()  # a cosine over no steps is none
+    assert rate.init({"w": np.zeros((2, 2), np.float32)})
 
 
 def test_a_model_in_8_bits_is_refused(tiny_folder):

@@ -1,6 +1,8 @@
 """offline15: fifteen tasks that are generated, scored exactly, and need no download; and controls.
 
-Every example follows from (task, seed, length, index) and is the same on every machine and Python.
+Every example follows from (task, seed, length, index) and the tokenizer, which says how much text
+fits the length; it is the same on every machine and Python. Models with other tokenizers get other
+documents, and in some tasks other answers to the same question.
 The split into one place and several is that of the paper's fifteen sources. Five tasks are of the
 same kind as theirs (RULER's needles); the others stand in for sources whose questions an LLM wrote
 and a judge scores.

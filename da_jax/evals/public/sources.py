@@ -29,7 +29,6 @@ class PublicOptions:
       accepted: names of sources whose licence you accept although its owner states none, or states
         another one on the hub than the table below.
       judge: scores free-form answers; tasks that need one are an error without it.
-      max_tokens: examples of more tokens are left out, whatever length is asked for.
       show: told each source with its licence before any of its examples is read.
     """
 
@@ -37,7 +36,6 @@ class PublicOptions:
     allow_download: bool = False
     accepted: frozenset[str] = frozenset()
     judge: Judge | None = None
-    max_tokens: int = 131_072
     show: Any = print
 
 
@@ -119,12 +117,12 @@ def rows(
     if source.licence == NONE_STATED and source.name not in options.accepted:
         raise SourceError(
             f"{source.name} states no licence ({source.terms}); read its terms at {source.home}, "
-            f"and pass accepted={{{source.name!r}}} if you may use it"
+            f"and pass --accept {source.name} (accepted={{{source.name!r}}}) if you may use it"
         )
     folder = Path(options.folder) / source.name
     path = next((folder / name for name in local if (folder / name).is_file()), None)
     if path is None and not (options.allow_download and source.hub):
-        hint = " or allow_download=True" if source.hub else ""
+        hint = ", or pass --allow-download (allow_download=True)" if source.hub else ""
         raise SourceError(
             f"{folder / local[0]} is missing; get it from {source.home} and put it there{hint}"
         )
@@ -143,7 +141,8 @@ def _download(source: Source, remote: str, options: PublicOptions) -> Path:
     if stated != source.licence and source.name not in options.accepted:
         raise SourceError(
             f"{source.hub} states the licence {stated!r}, not {source.licence!r}; read its terms "
-            f"at {source.home}, and pass accepted={{{source.name!r}}} if you may use it"
+            f"at {source.home}, and pass --accept {source.name} (accepted={{{source.name!r}}}) "
+            "if you may use it"
         )
     return Path(hf_hub_download(source.hub, remote, repo_type="dataset"))
 

@@ -117,21 +117,21 @@ class PublicTask(Task):
         self.max_tokens = 2048
         self._kind, self._options, self._source = kind, options, source
         if kind.metric == "judge" and options.judge is None:
-            raise SourceError(f"{name} has free-form answers; give a judge (da_jax.evals.judge)")
+            raise SourceError(f"{name} has free-form answers; name a --judge (da_jax.evals.judge)")
 
     def examples(self, length: int, n: int, seed: int, count: Count) -> Iterator[Example]:
-        """See `Task.examples`; what is longer than `length` or `max_tokens` is left out."""
-        most, items, seen = min(length, self._options.max_tokens), [], set()
+        """See `Task.examples`; what is longer than `length` is left out."""
+        items, seen = [], set()
         for item in self._items():
             if item in seen:
                 continue
             seen.add(item)
-            if count(item.document) + count(item.question) <= most:
+            if count(item.document) + count(item.question) <= length:
                 items.append(item)
         if not items:
             raise ValueError(
-                f"none of the {len(seen)} examples of {self.name} has up to {most} tokens; give a "
-                "greater length"
+                f"none of the {len(seen)} examples of {self.name} has up to {length} tokens; "
+                "give a greater length"
             )
         random.Random(seed).shuffle(items)
         for index, item in enumerate(items[:n]):
