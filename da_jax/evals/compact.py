@@ -2,15 +2,10 @@
 
 They ask for a value and for its letters, which are written under LOCAL; each has a short form that
 asks for the value alone. Key and value pairs are those that training never saw.
-
-Run as ``python -m da_jax.evals.compact`` it measures the three arms on a checkpoint that knows the
-language, and prints one JSON object.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -145,86 +140,9 @@ _SHORT = [
     )
     for task in _READ
 ]  # fmt: skip
-TASKS: dict[str, Task] = {}
-"""Every task by name: the suite `compact` first, then the short forms of those with letters."""
 for _task in (*_READ, *_OTHERS, *_SHORT):
     _task.name = f"compact_{_task.name}"
-    TASKS[_task.name] = _task
-SUITE = len(_READ) + len(_OTHERS)
-"""How many of them make the suite."""
-
-
-ARMS = ("da", "unmasked", "vanilla")
-
-
-def measure(llm: Any, chosen: dict[str, Task], length: int, n: int, seed: int) -> dict[str, Any]:
-    """Accuracy and attended tokens of each task in the three arms, greedy.
-
-    Returns:
-      For each task and for all of them: ``accuracy`` by arm; ``gap``, vanilla's less that of da,
-      in points, with its standard error over paired examples; ``attended`` positions a response by
-      arm; ``saved``, the part that da's masks save of da's own response, and ``saved_of_vanilla``,
-      the part by which it attends less than vanilla's response, negative if more.
-    """
-    count = lambda text: len(llm.tokenizer.encode(text, add_special_tokens=False))
-    scores: dict[str, dict[str, list[float]]] = {}
-    attended: dict[str, dict[str, list[int]]] = {}
-    visible: dict[str, list[int]] = {}
-    for name, task in chosen.items():
-        examples = list(task.examples(length, n, seed, count))
-        for arm in ARMS:
-            asked = [[e.document for e in examples], [e.question for e in examples]]
-            responses = llm.generate(*asked, arm=arm, max_tokens=task.max_tokens)
-            marks = [task.score(e, r.answer).value for e, r in zip(examples, responses)]
-            scores.setdefault(name, {})[arm] = marks
-            totals = [r.summary["attended"]["total"] for r in responses]
-            attended.setdefault(name, {})[arm] = totals
-            if arm == "da":
-                visible[name] = [r.summary["attended_vanilla"] for r in responses]
-    merged = lambda of: {arm: [x for each in of.values() for x in each[arm]] for arm in ARMS}
-    everything = [x for each in visible.values() for x in each]
-    return {
-        "length": length,
-        "seed": seed,
-        "tasks": {name: _summary(scores[name], attended[name], visible[name]) for name in chosen},
-        "all": _summary(merged(scores), merged(attended), everything),
-    }
-
-
-def _summary(
-    scores: dict[str, list[float]], attended: dict[str, list[int]], visible: list[int]
-) -> dict[str, Any]:
-    differences = np.subtract(scores["vanilla"], scores["da"]) * 100
-    error = differences.std(ddof=1) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
-    return {
-        "n": len(differences),
-        "accuracy": {arm: round(float(np.mean(scores[arm])), 4) for arm in ARMS},
-        "gap": round(float(differences.mean()), 2),
-        "gap_error": round(float(error), 2),
-        "attended": {arm: round(float(np.mean(attended[arm])), 1) for arm in ARMS},
-        "saved": round(1 - sum(attended["da"]) / sum(visible), 4),
-        "saved_of_vanilla": round(1 - sum(attended["da"]) / sum(attended["vanilla"]), 4),
-    }
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Measures the compact tasks in three arms.")
-    parser.add_argument("--checkpoint", default="tiny")
-    parser.add_argument("--length", type=int, default=1400, help="tokens of document and question")
-    parser.add_argument("--n", type=int, default=50, help="examples a task")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--short", action="store_true", help="without letters")
-    parser.add_argument("--dtype", default="auto", help="what the engine computes in")
-    arguments = parser.parse_args()
-    from da_jax.engine.llm import LLM
-
-    llm = LLM.from_pretrained(arguments.checkpoint, dtype=arguments.dtype, max_model_len=4096)
-    names = list(TASKS)[SUITE:] if arguments.short else list(TASKS)[:SUITE]
-    chosen = {name: TASKS[name] for name in names}
-    found = measure(llm, chosen, arguments.length, arguments.n, arguments.seed)
-    print(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+TASKS: dict[str, Task] = {task.name: task for task in (*_READ, *_OTHERS)}
+"""The suite `compact`, by name."""
+SHORT: dict[str, Task] = {task.name: task for task in _SHORT}
+"""The short forms of those with letters, by name: the suite `compact_short`."""

@@ -16,12 +16,13 @@ LM_EVAL = "lm_eval:"
 """What names of tasks of lm-evaluation-harness begin with; those run in `da_jax.evals.harness`."""
 
 _SUITES = {
-    "offline15": ("da_jax.evals.offline", "TASKS", 15),
-    "controls": ("da_jax.evals.offline", "CONTROLS", None),
-    "paper15": ("da_jax.evals.public", "TASKS", 15),
-    "compact": ("da_jax.evals.compact", "TASKS", 11),
+    "offline15": ("da_jax.evals.offline", "TASKS"),
+    "controls": ("da_jax.evals.offline", "CONTROLS"),
+    "paper15": ("da_jax.evals.public", "TASKS"),
+    "compact": ("da_jax.evals.compact", "TASKS"),
+    "compact_short": ("da_jax.evals.compact", "SHORT"),
 }
-"""Suite to (module, table of tasks, how many of its first entries make the suite)."""
+"""Suite to (module, table of its tasks)."""
 
 SUITES = tuple(_SUITES)
 """Names of all suites."""
@@ -67,8 +68,8 @@ def split(names: Iterable[str]) -> list[str]:
 def _tables() -> dict[str, Any]:
     """Every task by name, or what makes it."""
     tables: dict[str, Any] = {}
-    for module, table, _ in _SUITES.values():
-        tables |= _table(module, table)
+    for suite in _SUITES.values():
+        tables |= _table(*suite)
     return tables
 
 
@@ -79,8 +80,7 @@ def _table(module: str, table: str) -> Mapping[str, Any]:
 def _expand(name: str, tables: Mapping[str, Any]) -> list[str]:
     """The tasks that a name stands for."""
     if name in _SUITES:
-        module, table, count = _SUITES[name]
-        return list(_table(module, table))[:count]
+        return list(_table(*_SUITES[name]))
     if name in tables:
         return [name]
     known = [*_SUITES, *tables]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture
 def da_jax(lab, monkeypatch, capsys):
     """Runs a command; returns (exit code, standard output, standard error)."""
-    monkeypatch.setitem(suites._SUITES, "facts", ("support.eval_tasks", "TASKS", None))
+    monkeypatch.setitem(suites._SUITES, "facts", ("support.eval_tasks", "TASKS"))
     loaded = []
 
     def load(folder, **options):

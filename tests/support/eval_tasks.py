@@ -57,14 +57,13 @@ TASKS = {
     "one": Facts("one", "one", Group.SINGLE),
     "two": Facts("two", "two", Group.MULTI),
 }
-SUITE = {"facts": (__name__, "TASKS", None)}
 
 
 def main() -> None:
     """Runs `da-jax` with the suite."""
     from da_jax.cli import main as cli
 
-    suites._SUITES["facts"] = ("support.eval_tasks", "TASKS", None)
+    suites._SUITES["facts"] = ("support.eval_tasks", "TASKS")
     cli.main()
 
 
