@@ -47,8 +47,8 @@ def evaluate(
     suite: Annotated[
         list[str],
         typer.Option(
-            help="offline15, controls, paper15, compact, compact_short, a task or lm_eval:TASK; may "
-            "be repeated, or several with commas."
+            help="offline15, controls, paper15, compact, compact_short, a task or lm_eval:TASK; "
+            "may be repeated, or several with commas."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the run; one that is there goes on.")],
