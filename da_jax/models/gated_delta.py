@@ -42,6 +42,37 @@ def causal_conv(
     return jnp.asarray(out).astype(x.dtype), jnp.take_along_axis(row, last[..., None], axis=1)
 
 
+@jax.custom_jvp
+def unit_inverse(lower: jax.Array) -> jax.Array:
+    """The inverse of I + lower, block by block: two inverses of half the size make one.
+
+    Products only: faster than `jax.lax.linalg.triangular_solve` and no less exact, and two of those
+    in one program never end with jax 0.10 on a CPU of two cores.
+
+    Args:
+      lower: [..., N, N], zero on and above the diagonal; N is a power of two.
+    """
+    *lead, count, _ = lower.shape
+    inverse = jnp.ones((*lead, count, 1, 1), lower.dtype)  # of each block on the diagonal
+    size = 1
+    while size < count:
+        number = count // (2 * size)
+        blocks = lower.reshape(*lead, number, 2 * size, number, 2 * size)
+        blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+        pairs = inverse.reshape(*lead, number, 2, size, size)
+        above, below = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        left = -below @ (blocks[..., size:, :size] @ above)
+        inverse = jnp.block([[above, jnp.zeros_like(above)], [left, below]])
+        size *= 2
+    return inverse[..., 0, :, :]
+
+
+@unit_inverse.defjvp
+def _unit_inverse_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    inverse = unit_inverse(*primals)
+    return inverse, -inverse @ tangents[0] @ inverse
+
+
 def delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -80,7 +111,7 @@ def _one(q, k, v, g, beta, memory):
 
 def _chunked(q, k, v, g, beta, memory):
     length = q.shape[1]
-    size = min(CHUNK, length)
+    size = min(CHUNK, 1 << (length - 1).bit_length())
 
     def cut(x):  # [B, T, H, ...] -> [N, B, H, size, ...], padded with tokens that do nothing
         x = jnp.pad(x, ((0, 0), (0, -length % size), *((0, 0),) * (x.ndim - 2)))
@@ -95,9 +126,7 @@ def _chunked(q, k, v, g, beta, memory):
     strong = k * beta[..., None]
     system = jnp.where(i > j, (strong @ k.mT) * decay, 0.0)
     rhs = jnp.concatenate([v * beta[..., None], strong * jnp.exp(total)[..., None]], axis=-1)
-    solved = jax.lax.linalg.triangular_solve(
-        system, rhs, left_side=True, lower=True, unit_diagonal=True
-    )
+    solved = unit_inverse(system) @ rhs
     fresh, faded = jnp.split(solved, (v.shape[-1],), axis=-1)
     inside = (q @ k.mT) * decay
 

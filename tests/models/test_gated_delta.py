@@ -1,12 +1,13 @@
 """Gated DeltaNet against its definition, a loop over tokens in float64."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from da_jax.models.gated_delta import causal_conv, delta_rule
+from da_jax.models.gated_delta import causal_conv, delta_rule, unit_inverse
 
 BATCH, HEADS, DK, DV = 2, 3, 8, 5
 STEP = 70  # of padded pieces: longer than one chunk of 64
@@ -58,6 +59,48 @@ def test_extreme_gates_stay_exact(decay, strength):
     (q, k, v, g, beta), memory = inputs(200)
     tokens = q, k, v, np.full_like(g, decay), np.full_like(beta, strength)
     assert_close(run(*tokens, memory), recurrence(*tokens, memory), 1e-4)
+
+
+@pytest.mark.parametrize("length", [3, 64, 150])
+def test_gradients_are_those_of_the_recurrence(length):
+    """Of one token after another, which automatic differentiation goes through as it stands."""
+
+    def one_by_one(*tokens, memory):
+        def step(memory, token):
+            out, memory = delta_rule(*(x[:, None] for x in token), memory)
+            return memory, out[:, 0]
+
+        memory, outs = jax.lax.scan(step, memory, [jnp.moveaxis(x, 1, 0) for x in tokens])
+        return jnp.moveaxis(outs, 0, 1), memory
+
+    tokens, memory = inputs(length)
+    weight = np.random.default_rng(1).standard_normal((BATCH, length, HEADS, DV))
+
+    def loss(rule, *given):
+        out, after = rule(*given[:-1], memory=given[-1])
+        return (out * weight).sum() + (after**2).sum()
+
+    places = tuple(range(1, 7))
+    gradient = jax.jit(jax.grad(loss, places), static_argnums=0)
+    for name, ours, expected in zip(
+        ("q", "k", "v", "g", "beta", "memory"),
+        gradient(delta_rule, *tokens, memory),
+        gradient(one_by_one, *tokens, memory),
+    ):
+        np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("likeness", [0.0, 0.99])
+@pytest.mark.parametrize("count", [1, 2, 64])
+def test_the_inverse_of_a_unit_triangle_is_exact_also_for_keys_that_are_alike(count, likeness):
+    keys = np.random.default_rng(0).standard_normal((3, count, 16))
+    keys = (1 - likeness) * keys + likeness * keys[:, :1]
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    lower = np.tril(keys @ keys.mT, -1)
+    exact = np.linalg.inv(np.eye(count) + lower)
+    with jax.default_matmul_precision("highest"):
+        ours = jax.jit(unit_inverse)(lower.astype(np.float32))
+    np.testing.assert_allclose(ours, exact, atol=2e-6 * np.abs(exact).max(), rtol=0)
 
 
 @settings(max_examples=25, deadline=None)

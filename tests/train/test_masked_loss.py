@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from support import sft
 
 from da_jax.checkpoints import hf
@@ -55,6 +56,27 @@ def test_training_scores_a_response_as_the_engine_does(case, arm, monkeypatch):
     for row, expected in enumerate(engine_scores(llm, encoded, arm)):
         np.testing.assert_allclose(got[row, : len(expected)], expected, atol=1e-4)
     assert batch.weight.sum() == sum(len(e.ids) - e.prompt for e in encoded)
+
+
+def test_recomputation_changes_no_gradient(case):
+    """Nor of layers that read the keys of another."""
+    _, model, encoded = case
+    graph, weights = nnx.split(model)
+
+    def loss(weights, batch, recompute):
+        scores = step.logprobs(nnx.merge(graph, weights), batch, recompute=recompute)
+        return -(scores * batch.weight).sum()
+
+    gradient = jax.jit(jax.value_and_grad(loss), static_argnums=2)
+    (kept, expected), (again, ours) = (gradient(weights, collated(encoded), r) for r in (0, 1))
+    np.testing.assert_allclose(kept, again, rtol=1e-5)
+    scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    for (path, left), right in zip(
+        jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(ours), strict=True
+    ):
+        np.testing.assert_allclose(
+            left, right, rtol=1e-3, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 def test_what_is_declared_for_the_start_holds_in_training_too(random_llm, tiny_folder):
