@@ -138,6 +138,9 @@ def train(seed: int, work: Path, stages: tuple[Stage, ...]) -> Params:
         seed: decides new embeddings and all data.
         work: folder that keeps the state.
         stages: the plan.
+
+    Raises:
+        ValueError: the folder keeps the state of another seed or plan.
     """
     work.mkdir(parents=True, exist_ok=True)
     config = Config(vocab_size=len(lang.VOCABULARY))
@@ -147,7 +150,9 @@ def train(seed: int, work: Path, stages: tuple[Stage, ...]) -> Params:
     done = (1, 0)
     kept = work / "state.pkl"
     if kept.exists():
-        done, params, state = pickle.loads(kept.read_bytes())
+        its_seed, its_stages, done, params, state = pickle.loads(kept.read_bytes())
+        if (its_seed, its_stages) != (seed, stages):
+            raise ValueError(f"{kept} is of another seed or plan; give another folder with --work")
     step = make_step(config, optimizer)
     began = time.time()
     for index, stage in enumerate(stages, 1):
@@ -161,7 +166,7 @@ def train(seed: int, work: Path, stages: tuple[Stage, ...]) -> Params:
                 report_step(index, number, time.time() - began, loss, nll, right)
             last = number == stage.steps
             if last or number % SAVE_EVERY == 0:
-                at = ((index, number), *jax.tree.map(np.asarray, (params, state)))
+                at = (seed, stages, (index, number), *jax.tree.map(np.asarray, (params, state)))
                 unfinished = work / "state.pkl.new"
                 unfinished.write_bytes(pickle.dumps(at))
                 unfinished.replace(kept)

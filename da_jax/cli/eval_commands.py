@@ -280,9 +280,9 @@ def replay(
 ) -> None:
     """Compute what recorded responses of any system would have attended. No weights are needed.
 
-    Each response is an object with its prompt, in one of five forms, and what was written:
+    Each response is an object with its prompt, in one of four forms, and what was written:
 
-    - document and question, or chunks and question: cut and rendered here; optionally system
+    - question; optionally document (a text to cut, or a list of chunks), system and history
 
     - messages: a conversation whose user turns may have chunks; optionally documents
 

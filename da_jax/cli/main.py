@@ -217,7 +217,7 @@ def main() -> None:
     """Entry point: errors that say what to do are printed without a traceback."""
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         fail(error)
     except RuntimeError as error:
         from da_jax.kernels.paged_attention import BackendError

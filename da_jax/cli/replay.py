@@ -18,6 +18,7 @@ from da_jax.engine.llm import load_tokenizer, stop_token_ids
 from da_jax.evals import replay
 from da_jax.protocol.modes import AnswerMode, Arm, Declaration, Mode
 from da_jax.protocol.prompt import PromptRenderer
+from da_jax.protocol.recorded import read
 from da_jax.protocol.visibility import Scaffold
 
 
@@ -50,7 +51,7 @@ def run(options: Options) -> None:
                 f"{', '.join(get_args(known))}"
             )
     initial = None if options.initial is None else Declaration.of(options.initial)
-    recorded = [one for path in options.files for one in replay.read(path, Arm(options.arm))]
+    recorded = [one for path in options.files for one in read(path, Arm(options.arm))]
     folder = paths.local_metadata(hub.resolve(options.model, weights=False))
     tokenizer = load_tokenizer(folder)
     replayer = replay.Replayer(
@@ -73,7 +74,7 @@ def run(options: Options) -> None:
         print(one.to_json())
     console = Console(stderr=True)
     console.print(_table(sums, options.page_size))
-    if anew := sum(not one.exact for one in found):
+    if anew := sum(not one.recorded.exact for one in found):
         note = (
             f"{anew:,} of {len(found):,} responses came as text: their tokens are those of this "
             "model's tokenizer, which approximates the recorded ones"

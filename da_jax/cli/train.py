@@ -61,4 +61,5 @@ def run(
         measured = training.run(what, report)
     if not json_:
         first, last = measured[0].loss, measured[-1].loss
-        print(f"wrote {out}: loss {first:.4f} in the first step, {last:.4f} in the last")
+        began_at = what.settings.steps - len(measured) + 1
+        print(f"wrote {out}: loss {first:.4f} in step {began_at}, {last:.4f} in the last")

@@ -7,15 +7,19 @@ from typing import Annotated
 
 import typer
 
-from da_jax.cli.options import DEFAULT, Dtype, Json, Model, StyleName, Thinking
+from da_jax.cli.options import DEFAULT, Json, Model, StyleName, Thinking
 
 
 def train(
     data: Annotated[
-        Path, typer.Option(help="JSON lines with document, question, response.", show_default=False)
+        Path, typer.Option(help="JSON lines of recorded responses.", show_default=False)
     ],
     out: Annotated[
-        Path, typer.Option(help="New folder for the trained model.", show_default=False)
+        Path,
+        typer.Option(
+            help="Folder for the trained model; one with saves of the same command goes on.",
+            show_default=False,
+        ),
     ],
     model: Model = "tiny",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
@@ -33,15 +37,22 @@ def train(
     ] = None,
     style: StyleName = "auto",
     thinking: Thinking = False,
-    dtype: Dtype = DEFAULT.dtype,
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32 or bfloat16, to compute in.")
+    ] = DEFAULT.dtype,
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Keep less for the backward pass: slower, smaller.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Decides the order of the examples.")] = 0,
-    save_every: Annotated[int | None, typer.Option(help="Steps between two saves.")] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between two saves, to go on from.")
+    ] = None,
     json_: Json = False,
 ) -> None:
-    """Fine-tune a model on recorded responses, under the masks that they declare."""
+    """Fine-tune a model on recorded responses, under the masks that they declare.
+
+    The file is one that da-jax replay reads: see its help. Of prompts the text is needed.
+    """
     from da_jax.cli import train as command
 
     command.run(

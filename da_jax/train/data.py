@@ -1,24 +1,10 @@
-"""Examples for supervised fine-tuning: JSON lines, their tokens, and batches of fixed shapes.
-
-A line is an object with these keys:
-
-* ``document``: a text, which the prompt style cuts into chunks, or a list of chunks (texts); null,
-  or left out, for none;
-* ``question``: a text;
-* ``response``: the text to be learnt, with its tags; the token that ends a turn is added;
-* ``system`` (optional): a system message;
-* ``history`` (optional): earlier turns, as for ``LLM.generate``;
-* ``arm`` (optional): ``da`` (the default), ``unmasked`` or ``vanilla``. In ``da`` the declarations
-  act in the share of draws that ``masked`` says, and otherwise everything stays visible.
-"""
+"""Recorded responses for supervised fine-tuning: their tokens, and batches of fixed shapes."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,99 +12,13 @@ import numpy as np
 from da_jax.engine.detokenize import TokenTable
 from da_jax.protocol.modes import Arm
 from da_jax.protocol.prompt import PromptRenderer
+from da_jax.protocol.recorded import Recorded
 from da_jax.train import views as views_lib
 from da_jax.train.views import Views
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "document": (str, list, type(None)),
-    "question": (str,),
-    "response": (str,),
-    "system": (str, type(None)),
-    "history": (list,),
-    "arm": (str,),
-}
-_NEEDED = ("question", "response")
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """One line of the data.
-
-    Attributes:
-      document: a text, chunks, or None.
-      question: what is asked.
-      response: what is learnt.
-      system: a system message.
-      history: earlier turns.
-      arm: which prompt, and whether declarations may act.
-    """
-
-    question: str
-    response: str
-    document: str | tuple[str, ...] | None = None
-    system: str | None = None
-    history: tuple[Mapping[str, Any], ...] = ()
-    arm: Arm = Arm.DA
-
-    @classmethod
-    def from_json(cls, line: str) -> Example:
-        """Reads one line.
-
-        Raises:
-          ValueError: it is no JSON object, a key is missing or unknown, or a value is of a wrong
-            kind.
-        """
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"this is no JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"a JSON object is needed, not {fields!r}")
-        unknown, missing = fields.keys() - _TYPES, set(_NEEDED) - fields.keys()
-        if unknown or missing:
-            raise ValueError(
-                f"unknown keys {sorted(unknown)}, missing {sorted(missing)}; "
-                f"known are {', '.join(_TYPES)}"
-            )
-        for name, value in fields.items():
-            if not isinstance(value, _TYPES[name]):
-                kinds = " or ".join(
-                    "null" if kind is type(None) else kind.__name__ for kind in _TYPES[name]
-                )
-                raise ValueError(f"{name} is {value!r}; give a {kinds}")
-        chunks = fields.get("document")
-        if isinstance(chunks, list):
-            if strange := [chunk for chunk in chunks if not isinstance(chunk, str)]:
-                raise ValueError(f"document holds {strange[0]!r}; its chunks are texts")
-            fields["document"] = tuple(chunks)
-        if not fields["response"].strip():
-            raise ValueError("response is empty; there is nothing to learn")
-        fields["history"] = tuple(fields.get("history", ()))
-        return cls(**fields | {"arm": Arm(fields.get("arm", "da"))})
-
-
-def read(path: str | Path) -> list[Example]:
-    """Reads a file of JSON lines; empty lines are skipped.
-
-    Raises:
-      ValueError: naming the line that is wrong, or when there is none.
-      OSError: the file cannot be read.
-    """
-    examples = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            examples.append(Example.from_json(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-    if not examples:
-        raise ValueError(f"{path} holds no example; give one JSON object a line")
-    return examples
-
 
 class Encoded(NamedTuple):
-    """An example in tokens.
+    """A recorded response in tokens.
 
     Attributes:
       ids: int32 [T], prompt and response.
@@ -135,13 +35,14 @@ class Encoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Turns examples into tokens and masks.
+    """Turns recorded responses into tokens and masks.
 
     Attributes:
       renderer: writes the prompts.
       tokenizer: the fast tokenizer.
       table: its tokens as bytes, see `views.token_table`.
       end: the token that ends a turn.
+      stop_ids: all tokens that end a response.
       longest: most tokens of prompt and response.
     """
 
@@ -149,42 +50,40 @@ class Encoder:
     tokenizer: Any
     table: TokenTable
     end: int
+    stop_ids: frozenset[int]
     longest: int
 
-    def encode(self, example: Example) -> Encoded:
+    def encode(self, recorded: Recorded) -> Encoded:
         """Renders the prompt and follows the response's declarations.
 
+        The token that ends a turn is added, unless the response has one, or its `finish_reason` is
+        `length`. Declarations of the arm `da` act; the others see everything.
+
         Raises:
-          ValueError: it is too long, or the prompt cannot be rendered.
+          ValueError: naming where it stands: it is too long, or its prompt has no text or cannot be
+            rendered.
         """
-        prompt = self.renderer.render(
-            example.document, example.question, system=example.system, history=example.history,
-            arm=example.arm,
-        )  # fmt: skip
-        response = self.tokenizer.encode(example.response, add_special_tokens=False)
-        response = [*response, self.end]
+        try:
+            return self._encode(recorded)
+        except ValueError as error:
+            raise ValueError(f"{recorded.where}: {error}") from error
+
+    def _encode(self, recorded: Recorded) -> Encoded:
+        if "prompt_tokens" in recorded.fields:
+            raise ValueError("prompt_tokens: a model learns from the prompt itself; give its text")
+        prompt = recorded.prompt(self.renderer)
+        response = recorded.response(self.tokenizer, len(self.table))
+        cut = recorded.fields.get("finish_reason") == "length"
+        if not cut and response[-1] not in self.stop_ids:
+            response = (*response, self.end)
         ids = np.concatenate([prompt.ids, np.asarray(response, np.int32)])
         if len(ids) > self.longest:
             raise ValueError(
                 f"{len(prompt)} tokens of prompt and {len(response)} of response are more than "
-                f"{self.longest}; raise the longest length, or leave the example out"
+                f"{self.longest}; raise the longest length, or leave the response out"
             )
         follow = lambda arm: views_lib.of_response(prompt, response, self.table, arm=arm)
-        return Encoded(ids, len(prompt), follow(example.arm), follow(Arm.UNMASKED))
-
-    def encode_all(self, examples: Sequence[Example], source: object) -> list[Encoded]:
-        """Encodes examples of a file.
-
-        Raises:
-          ValueError: naming the example that is wrong, counted from 1.
-        """
-        encoded = []
-        for number, example in enumerate(examples, 1):
-            try:
-                encoded.append(self.encode(example))
-            except ValueError as error:
-                raise ValueError(f"{source}, example {number}: {error}") from error
-        return encoded
+        return Encoded(ids, len(prompt), follow(recorded.arm), follow(Arm.UNMASKED))
 
 
 class Batch(NamedTuple):

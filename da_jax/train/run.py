@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from da_jax.engine.llm import load_tokenizer, stop_token_ids
 from da_jax.kernels.chips import current_target
 from da_jax.models import dtypes, hf_config
 from da_jax.models.decoder import Decoder
+from da_jax.protocol import recorded
 from da_jax.protocol.prompt import PromptRenderer
 from da_jax.protocol.styles import STYLE_FILE, Style
-from da_jax.train import data, views
+from da_jax.train import data, saves, views
 from da_jax.train.step import Measured, Settings, Trainer
 
 Report = Callable[[int, Measured], None]
@@ -31,18 +33,20 @@ class Job:
 
     Attributes:
       model: folder, hub id or `tiny`.
-      examples: file of JSON lines, see `data`.
-      out: folder to write; it must not exist, or be empty.
+      examples: file of recorded responses, see `protocol.recorded`.
+      out: folder to write; it must not exist, be empty, or hold saves of the same job, which then
+        goes on.
       settings: of the optimizer.
       batch: examples a step.
       longest: most tokens of prompt and response; None is what the checkpoint declares, 32,768 at
         most.
       masked: share of draws in which the declarations act.
-      dtype: what is computed in, see `EngineConfig`; the optimizer's weights are float32.
+      dtype: what is computed in: `float32`, `bfloat16`, or `auto` for that of `EngineConfig`, but
+        float32 instead of float16. The optimizer's weights are float32.
       style: as in `LLM.from_pretrained`.
       thinking: as in `LLM.from_pretrained`.
       seed: decides the order of the examples.
-      save_every: steps between two saves; None saves at the end alone.
+      save_every: steps between two saves of weights and optimizer; None for none.
     """
 
     model: str | Path
@@ -63,6 +67,10 @@ class Job:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.dtype == "float16":
+            raise ValueError(
+                "dtype is float16, whose range gradients leave; train in bfloat16 or float32"
+            )
         if not 0 <= self.masked <= 1:
             raise ValueError(f"masked is {self.masked}; it is a share, from 0 to 1")
 
@@ -70,48 +78,84 @@ class Job:
 def run(job: Job, report: Report = lambda step, measured: None) -> list[Measured]:
     """Trains, and writes the result as a Hugging Face folder with tokenizer and prompt style.
 
+    Saves stand in a folder `training` inside; it is removed when the model is written.
+
     Args:
       job: what to do.
       report: called after each step, counted from 1.
 
     Returns:
-      What each step measured.
+      What each step measured that was made here.
 
     Raises:
       ValueError: a setting, an example or a checkpoint that cannot work; before any step.
+      FloatingPointError: a loss that is not finite; the last save stays.
       OSError: a file that cannot be read or written.
     """
     out = Path(job.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is not empty; name a new folder to write the model to")
-    examples = data.read(job.examples)
+    found = recorded.read(job.examples)
     folder = convert.resolve(job.model)
-    encoder = make_encoder(folder, job)
-    encoded = encoder.encode_all(examples, job.examples)
-    if len(encoded) < job.batch:
-        raise ValueError(
-            f"{job.examples} has {len(encoded)} examples, and a batch takes {job.batch}; choose a "
-            "smaller batch"
-        )
-    if job.batch % jax.device_count():
-        raise ValueError(
-            f"batch is {job.batch}, which {jax.device_count()} devices cannot share; choose a "
-            "multiple"
-        )
-    config = hf_config.read(paths.absolute(folder))
-    dtype = dtypes.resolve(job.dtype, config.family, current_target())
+    with saves.opened(out, _described(job)) as saved:
+        encoder = make_encoder(folder, job)
+        encoded = [encoder.encode(one) for one in found]
+        if len(encoded) < job.batch:
+            raise ValueError(
+                f"{job.examples} has {len(encoded)} examples, and a batch takes {job.batch}; "
+                "choose a smaller batch"
+            )
+        if job.batch % jax.device_count():
+            raise ValueError(
+                f"batch is {job.batch}, which {jax.device_count()} devices cannot share; choose a "
+                "multiple"
+            )
+        trainer = Trainer(_load(folder, job.dtype), job.settings)
+        drawn = data.batches(encoded, job.batch, masked=job.masked, seed=job.seed)
+        measured = _steps(job, trainer, drawn, saved, report)
+        save(trainer.model(), folder, out, encoder.renderer.style)
+    saves.remove(out)
+    return measured
+
+
+def _steps(
+    job: Job, trainer: Trainer, drawn: Iterator[data.Batch], saved: saves.Saves, report: Report
+) -> list[Measured]:
+    done, measured = saved.step, []
+    if done:
+        saved.restore(trainer)
+    for number, batch in enumerate(itertools.islice(drawn, job.settings.steps), 1):
+        if number <= done:
+            continue
+        try:
+            measured.append(trainer.step(batch))
+        except FloatingPointError as error:
+            raise FloatingPointError(
+                f"step {number}: {error}; choose a lower rate, or float32"
+            ) from error
+        report(number, measured[-1])
+        if job.save_every and number % job.save_every == 0 and number < job.settings.steps:
+            saved.save(number, trainer)
+    return measured
+
+
+def _described(job: Job) -> dict[str, Any]:
+    """What decides the weights, as JSON has it."""
+    fields = dataclasses.asdict(job)
+    for name in ("out", "save_every", "examples"):
+        del fields[name]
+    fields |= fields.pop("settings")
+    del fields["recompute"]  # the same sums, but for their order
+    style = job.style if isinstance(job.style, str) else job.style.to_json()
+    data_ = {"model": str(job.model), "style": style, "examples": saves.digest(job.examples)}
+    return fields | data_
+
+
+def _load(folder: str | os.PathLike[str], name: str) -> Decoder:
+    """The model, in the dtype to compute in."""
+    config, target = hf_config.read(paths.absolute(folder)), current_target()
+    dtype = dtypes.resolve(name, config.family, target)
     if convert.is_int8(folder):
         raise ValueError(f"{folder} is int8; train the checkpoint that it was made from")
-    trainer = Trainer(convert.load(folder, dtype=jnp.dtype(dtype)), job.settings)
-    drawn = data.batches(encoded, job.batch, masked=job.masked, seed=job.seed)
-    measured = []
-    for number in range(1, job.settings.steps + 1):
-        measured.append(trainer.step(next(drawn)))
-        report(number, measured[-1])
-        last = number == job.settings.steps
-        if last or (job.save_every and number % job.save_every == 0):
-            save(trainer.model(), folder, out, encoder.renderer.style)
-    return measured
+    return convert.load(folder, dtype=jnp.dtype("float32" if dtype == "float16" else dtype))
 
 
 def make_encoder(folder: str | os.PathLike[str], job: Job) -> data.Encoder:
@@ -125,11 +169,13 @@ def make_encoder(folder: str | os.PathLike[str], job: Job) -> data.Encoder:
     tokenizer = load_tokenizer(local)
     config = hf_config.read(paths.absolute(folder))
     longest = job.longest or min(config.max_positions, 32_768)
+    stop_ids = stop_token_ids(local, tokenizer)
     return data.Encoder(
         PromptRenderer(tokenizer, job.style, thinking=job.thinking),
         tokenizer,
         views.token_table(tokenizer),
-        end_of_turn(tokenizer, stop_token_ids(local, tokenizer)),
+        end_of_turn(tokenizer, stop_ids),
+        stop_ids,
         longest,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -121,11 +122,29 @@ class Trainer:
         self._step = jax.jit(self._updated, donate_argnums=(0, 1))
         self._recompute = settings.recompute
 
+    @property
+    def state(self) -> tuple[Any, Any]:
+        """Weights in float32 and the state of the optimizer, which decide all that follows."""
+        return self.weights, self._state
+
+    def replace(self, load: Callable[[Any], Any]) -> None:
+        """Sets the state to another one.
+
+        Args:
+          load: gives it, for shapes, dtypes and shardings like its own. That one is let go first.
+        """
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state
+        )
+        del self.weights, self._state
+        self.weights, self._state = load(like)
+
     def step(self, batch: Batch) -> Measured:
         """One optimizer step.
 
         Raises:
           ValueError: the devices cannot share the batch.
+          FloatingPointError: the loss or its gradient is not finite; the weights are of no use now.
         """
         if len(batch.tokens) % self._mesh.size:
             raise ValueError(
@@ -135,6 +154,8 @@ class Trainer:
         shared = jax.device_put(batch, NamedSharding(self._mesh, PartitionSpec("data")))
         self.weights, self._state, measured = self._step(self.weights, self._state, shared)
         loss, tokens, norm = jax.device_get(measured)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(f"the loss is {loss} and the norm of its gradient {norm}")
         return Measured(float(loss), int(tokens), float(norm))
 
     def model(self) -> Decoder:

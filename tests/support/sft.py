@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from da_jax import Style
 from da_jax.engine.llm import load_tokenizer
 from da_jax.protocol.prompt import PromptRenderer
+from da_jax.protocol.recorded import Recorded
 from da_jax.train import views
-from da_jax.train.data import Encoder, Example
+from da_jax.train.data import Encoder
 from support import tiny
 
 CHUNKS = tuple(f"part {letter}: " + letter * (9 + 5 * i) for i, letter in enumerate("abcdef"))
@@ -34,9 +35,15 @@ def encoder(llm, longest: int = 512) -> Encoder:
     """Encodes with the tokenizer and the prompts of an engine."""
     end = llm.tokenizer.convert_tokens_to_ids("<|im_end|>")
     table = views.token_table(llm.tokenizer)
-    return Encoder(llm.renderer, llm.tokenizer, table, end, longest)
+    return Encoder(llm.renderer, llm.tokenizer, table, end, frozenset([end]), longest)
 
 
-def examples(**changes) -> list[Example]:
-    """One example a response."""
-    return [Example(QUESTION, text, CHUNKS, **changes) for text in RESPONSES]
+def example(response: str, **fields) -> Recorded:
+    """A response to the question about the chunks."""
+    asked = {"document": list(CHUNKS), "question": QUESTION, "response": response}
+    return Recorded.of("f.jsonl, line 1", asked | fields)
+
+
+def examples(**fields) -> list[Recorded]:
+    """One a response."""
+    return [example(text, **fields) for text in RESPONSES]

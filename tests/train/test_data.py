@@ -1,14 +1,13 @@
-"""Examples: what is refused, what is learnt, and how batches are drawn."""
+"""Recorded responses in training: what is learnt of them, and how batches are drawn."""
 
 import collections
 import itertools
-import json
 
 import numpy as np
 import pytest
 from support import sft
 
-from da_jax.protocol.modes import Arm
+from da_jax.protocol.recorded import Recorded
 from da_jax.train import data
 
 
@@ -17,65 +16,32 @@ def writer(tiny_folder):
     return sft.writer(tiny_folder)
 
 
-GOOD = {"question": "q?", "response": "r"}
-
-
-def test_what_separates_lines_in_a_text_separates_no_examples(tmp_path):
-    path = tmp_path / "examples.jsonl"
-    texts = ["q\u2028x", "q\u2029x", "q\x85x", "q\x0bx"]
-    lines = [json.dumps(GOOD | {"question": text}, ensure_ascii=False) for text in texts]
-    path.write_text("\ufeff" + "\n".join(lines) + "\n", encoding="utf-8")  # with a mark of order
-    assert [example.question for example in data.read(path)] == texts
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "this is no JSON"),
-        ("[1]", "a JSON object is needed, not \\[1\\]"),
-        ('{"question": "q"}', "missing \\['response'\\]"),
-        (GOOD | {"answer": "x"}, "unknown keys \\['answer'\\]"),
-        (GOOD | {"response": "  "}, "response is empty"),
-        (GOOD | {"response": 3}, "response is 3; give a str"),
-        (GOOD | {"document": 3}, "document is 3; give a str or list or null"),
-        (GOOD | {"document": ["a", 4]}, "document holds 4; its chunks are texts"),
-        (GOOD | {"history": "x"}, "history is 'x'; give a list"),
-        (GOOD | {"arm": "full"}, "arm is 'full'; use 'da', 'unmasked' or 'vanilla'"),
-    ],
-)
-def test_a_bad_line_is_named_with_what_to_do(line, message, tmp_path):
-    path = tmp_path / "examples.jsonl"
-    text = line if isinstance(line, str) else json.dumps(line)
-    path.write_text(f"{json.dumps(GOOD)}\n\n{text}\n")
-    with pytest.raises(ValueError, match=f"line 3: .*{message}"):
-        data.read(path)
-
-
-def test_a_file_without_examples_is_refused(tmp_path):
-    (tmp_path / "none.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="holds no example"):
-        data.read(tmp_path / "none.jsonl")
-
-
-def test_every_key_arrives(tmp_path):
-    fields = GOOD | {
-        "document": ["a", "b"], "system": "s", "history": [{"role": "user", "content": "x"}],
-        "arm": "vanilla",
-    }  # fmt: skip
-    (tmp_path / "one.jsonl").write_text(json.dumps(fields))
-    (example,) = data.read(tmp_path / "one.jsonl")
-    assert example == data.Example(
-        "q?", "r", ("a", "b"), "s", ({"role": "user", "content": "x"},), Arm.VANILLA
-    )
-
-
 def test_the_prompt_is_the_renderers_and_the_end_of_the_turn_is_learnt(writer):
-    turns = ({"role": "user", "content": "before"}, {"role": "assistant", "content": "yes"})
-    example = data.Example(sft.QUESTION, "abc", sft.CHUNKS, "be brief", turns)
-    encoded = sft.encoder(writer).encode(example)
+    turns = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "yes"}]
+    encoded = sft.encoder(writer).encode(sft.example("abc", system="be brief", history=turns))
     prompt = writer.renderer.render(sft.CHUNKS, sft.QUESTION, system="be brief", history=turns)
     np.testing.assert_array_equal(encoded.ids[: encoded.prompt], prompt.ids)
     assert writer.tokenizer.decode(encoded.ids[encoded.prompt :]) == "abc<|im_end|>"
+
+
+def test_an_end_that_is_recorded_is_not_added_again(writer):
+    ids = [*writer.tokenizer.encode("abc"), writer.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    prompt = writer.renderer.render(sft.CHUNKS, sft.QUESTION)
+    asked = {"prompt": prompt.text, "response_token_ids": ids}
+    for fields, expected in (
+        (asked, ids),
+        (asked | {"response_token_ids": ids[:2], "finish_reason": "length"}, ids[:2]),
+        (asked | {"response_token_ids": ids[:2], "finish_reason": "stop"}, [*ids[:2], ids[-1]]),
+    ):
+        encoded = sft.encoder(writer).encode(Recorded.of("line 1", fields))
+        assert encoded.ids[encoded.prompt :].tolist() == expected
+        np.testing.assert_array_equal(encoded.ids[: encoded.prompt], prompt.ids)
+
+
+def test_a_prompt_without_text_is_refused(writer):
+    fields = {"prompt_tokens": 9, "chunk_spans": [], "response": "x"}
+    with pytest.raises(ValueError, match=r"line 1: prompt_tokens: .* give its text"):
+        sft.encoder(writer).encode(Recorded.of("line 1", fields))
 
 
 def test_only_tokens_of_the_response_are_learnt(writer):
@@ -90,16 +56,13 @@ def test_only_tokens_of_the_response_are_learnt(writer):
 
 def test_an_example_that_is_too_long_is_named(writer):
     encoder = sft.encoder(writer, longest=300)
-    with pytest.raises(
-        ValueError, match=r"f.jsonl, example 1: 286 tokens of prompt and 1.. of res"
-    ):
-        encoder.encode_all(sft.examples(), "f.jsonl")
+    with pytest.raises(ValueError, match=r"f.jsonl, line 1: 286 tokens of prompt and 1.. of res"):
+        encoder.encode(sft.examples()[0])
 
 
 def some(writer, count):
-    examples = [
-        data.Example("q?", "r" * (1 + i), ("c" * (10 if i % 3 else 200),)) for i in range(count)
-    ]
+    sizes = [10 if i % 3 else 200 for i in range(count)]
+    examples = [sft.example("r" * (1 + i), document=["c" * size]) for i, size in enumerate(sizes)]
     return [sft.encoder(writer).encode(example) for example in examples]
 
 
@@ -112,8 +75,7 @@ def test_each_example_comes_once_before_any_comes_again(writer):
 
 
 def test_a_share_of_the_draws_is_masked(writer):
-    example = data.Example(sft.QUESTION, sft.RESPONSES[0], sft.CHUNKS)
-    encoded = [sft.encoder(writer).encode(example)]
+    encoded = [sft.encoder(writer).encode(sft.example(sft.RESPONSES[0]))]
     for share in (0.0, 0.75, 1.0):
         drawn = itertools.islice(data.batches(encoded, 1, masked=share), 400)
         assert np.mean([batch.view.any() for batch in drawn]) == pytest.approx(share, abs=0.06)

@@ -1,6 +1,5 @@
 """The mask of training and its loss are those of the engine."""
 
-import dataclasses
 import re
 
 import jax
@@ -10,7 +9,7 @@ from flax import nnx
 from support import sft
 
 from da_jax.checkpoints import hf
-from da_jax.protocol.modes import Arm, Declaration, Mode
+from da_jax.protocol.modes import Declaration, Mode
 from da_jax.train import cache, data, step, views
 
 pytestmark = pytest.mark.long
@@ -117,7 +116,7 @@ def visible(prompt, text):
 @pytest.mark.parametrize("response", sft.RESPONSES)
 def test_views_are_what_a_plain_reading_of_the_tags_says(writer, response):
     prompt = writer.renderer.render(sft.CHUNKS, sft.QUESTION)
-    e = sft.encoder(writer).encode(data.Example(sft.QUESTION, response, sft.CHUNKS))
+    e = sft.encoder(writer).encode(sft.example(response))
     np.testing.assert_array_equal(e.masked.dense(), visible(prompt, response))
     np.testing.assert_array_equal(e.unmasked.dense(), np.tril(np.ones((len(e.ids),) * 2, bool)))
 
@@ -140,7 +139,7 @@ def test_each_token_sees_as_many_positions_as_the_engine_recorded(random_llm, re
 
 def test_a_plain_prompt_has_no_mask(writer):
     encoder = sft.encoder(writer)
-    e = encoder.encode(data.Example(sft.QUESTION, sft.RESPONSES[0], sft.CHUNKS, arm=Arm.VANILLA))
+    e = encoder.encode(sft.example(sft.RESPONSES[0], arm="vanilla"))
     assert len(e.masked.spans) == 1
     rendered = writer.renderer.render(sft.CHUNKS, sft.QUESTION, arm="vanilla")
     np.testing.assert_array_equal(e.ids[: e.prompt], rendered.ids)
@@ -149,12 +148,12 @@ def test_a_plain_prompt_has_no_mask(writer):
 def test_views_of_a_long_response_stay_few(writer):
     """Tokens share lists of spans, however long the response is."""
     text = '<focus magic_chunks="2">b</focus><local>c</local>' * 6
-    e = sft.encoder(writer, 1024).encode(data.Example(sft.QUESTION, text, sft.CHUNKS))
+    e = sft.encoder(writer, 1024).encode(sft.example(text))
     assert e.masked.spans.shape == (3, 3, 2) and len(set(e.masked.view)) == 3
 
 
 def test_examples_of_the_unmasked_arm_are_never_masked(writer):
     encoder = sft.encoder(writer)
-    for example in sft.examples():
-        e = encoder.encode(dataclasses.replace(example, arm=Arm.UNMASKED))
+    for example in sft.examples(arm="unmasked"):
+        e = encoder.encode(example)
         np.testing.assert_array_equal(e.masked.dense(), e.unmasked.dense())

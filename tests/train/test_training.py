@@ -1,5 +1,6 @@
 """Training the checkpoint that ships, a little: from examples to a folder that answers."""
 
+import dataclasses
 import json
 import math
 
@@ -68,7 +69,8 @@ def test_a_folder_that_holds_something_is_not_written_to(examples, tmp_path):
         ({"batch": 0}, "batch is 0; it must be at least 1"),
         ({"masked": 1.5}, "masked is 1.5; it is a share"),
         ({"batch": 100}, "has 8 examples, and a batch takes 100"),
-        ({"longest": 20}, "example 1: .* more than 20"),
+        ({"longest": 20}, "line 1: .* more than 20"),
+        ({"dtype": "float16"}, "float16, whose range gradients leave; train in bfloat16"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_step(examples, tmp_path, changes, message):
@@ -76,6 +78,62 @@ def test_what_cannot_work_is_refused_before_a_step(examples, tmp_path, changes, 
         job = training.Job("tiny", examples[0], tmp_path / "o", Settings(steps=1), **changes)
         training.run(job)
     assert not (tmp_path / "o").exists()
+
+
+def job(examples, out, **changes):
+    settings = Settings(steps=3, rate=3e-3)
+    return training.Job(
+        "tiny", examples[0], out, settings, **{"batch": 4, "longest": 256, **changes}
+    )
+
+
+def weights(folder):
+    model = hf.load(folder, dtype="float32")
+    return {path: leaf.get_value() for path, leaf in hf.flat_parameters(model).items()}
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_job_that_was_stopped_goes_on_as_if_it_had_not_been(examples, tmp_path):
+    whole = training.run(job(examples, tmp_path / "whole"))
+    out, seen = tmp_path / "out", []
+
+    def stop(step, measured):
+        seen.append(measured)
+        if step == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        training.run(job(examples, out, save_every=1), stop)
+    other = job(examples, out, masked=0.5)
+    with pytest.raises(ValueError, match=r"unfinished training with masked 0.75, and now .* 0.5"):
+        training.run(other)
+    rest = training.run(job(examples, out))
+    assert [*seen[:1], *rest] == whole
+    expected = weights(tmp_path / "whole")
+    for path, value in weights(out).items():
+        np.testing.assert_array_equal(value, expected[path], err_msg=path)
+    assert not (out / "training").exists()
+
+
+def test_nothing_is_left_of_a_job_that_saved_nothing(examples, tmp_path):
+    def stop(step, measured):
+        raise Killed
+
+    with pytest.raises(Killed):
+        training.run(job(examples, tmp_path / "out", save_every=3), stop)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_training(examples, tmp_path):
+    hot = dataclasses.replace(job(examples, tmp_path / "out"), settings=Settings(9, rate=1e30))
+    with pytest.raises(
+        FloatingPointError, match=r"step [2-9]: the loss is .*; choose a lower rate"
+    ):
+        training.run(hot)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
