@@ -38,7 +38,8 @@ Html = Annotated[
 
 
 _NOT_OF_HARNESS = (
-    "temperature", "top_k", "top_p", "presence_penalty", "sampling_seed", "guided", "system", "html"
+    "temperature", "top_k", "top_p", "presence_penalty", "sampling_seed", "guided", "system",
+    "html", "data", "allow_download", "accept", "judge", "judge_url", "judge_key_env",
 )  # fmt: skip
 
 
@@ -57,7 +58,8 @@ def evaluate(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Most tokens of document and question, with commas; 4096,8192 by default."
+            help="Most tokens of document and question, with commas; 4096,8192 by default. Of "
+            "lm_eval tasks one, which only those have that make their examples (RULER)."
         ),
     ] = None,
     n: Annotated[int, typer.Option(help="Examples of each task and length.")] = 32,
@@ -65,8 +67,8 @@ def evaluate(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens of a response, by default what its task says; of lm_eval tasks the "
-            "least cap, 512 by default."
+            help="Most tokens of a response, by default what its task says (of lm_eval tasks at "
+            "least 512)."
         ),
     ] = None,
     temperature: Temperature = 0.0,
@@ -130,8 +132,8 @@ def evaluate(
     foreign = any(name.strip().startswith("lm_eval:") for name in ",".join(suite).split(","))
     if foreign and (wrong := given(arguments, *_NOT_OF_HARNESS)):
         raise ValueError(
-            f"{wrong}: tasks of lm-evaluation-harness set how they are sampled, and have a report "
-            "of their own; leave it out"
+            f"{wrong}: tasks of lm-evaluation-harness set how they are sampled, and have data, "
+            "metrics and a report of their own; leave it out"
         )
     command.execute(
         command.Options(

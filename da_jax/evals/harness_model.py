@@ -13,6 +13,7 @@ import numpy as np
 
 from da_jax.engine.llm import LLM
 from da_jax.engine.request import Done, Request, Response, SamplingParams
+from da_jax.evals.harness_split import Split, split_prompt
 from da_jax.protocol.modes import Arm
 from da_jax.protocol.prompt import PromptMap
 
@@ -31,9 +32,6 @@ except ModuleNotFoundError as error:
         f"{error.name} is missing; install it with: pip install 'da-jax[eval]'", name=error.name
     ) from error
 
-Split = Callable[[Mapping[str, Any], str], tuple[str, str]]
-"""(example, prompt) to (document, question)."""
-
 ARMS = (Arm.VANILLA.value, Arm.UNMASKED.value, Arm.DA.value)
 _SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty")
 _IGNORED = ("do_sample", "until", "max_gen_toks")
@@ -41,34 +39,6 @@ _IGNORED = ("do_sample", "until", "max_gen_toks")
 
 class ContextTooLong(ValueError):
     """Prompts that do not fit, with how many and the remedy; nothing was computed."""
-
-
-def split_prompt(example: Mapping[str, Any], prompt: str) -> tuple[str, str]:
-    """Cuts a prompt of the harness into the document and the question.
-
-    A task of the harness gives one text. Its document is the longest field of the example, if the
-    prompt holds it as it is and it makes up at least half of it; the question is then what stands
-    before and after it. Else (the field is the whole prompt, as in RULER and GraphWalks, or was
-    changed) the question is the last paragraph, or the last line of a prompt without blank lines,
-    and all before it is the document.
-
-    Args:
-      example: the row of the data set.
-      prompt: what the harness made of it.
-
-    Returns:
-      (document, question); the document is empty where nothing comes before the question.
-    """
-    prompt = prompt.rstrip()
-    fields = (value.strip() for value in example.values() if isinstance(value, str))
-    field = max((field for field in fields if field in prompt), key=len, default="")
-    if 2 * len(field) >= len(prompt):
-        before, _, after = prompt.rpartition(field)
-        if question := "\n\n".join(text for text in (before.strip(), after.strip()) if text):
-            return field, question
-    border = "\n\n" if "\n\n" in prompt else "\n"
-    document, _, question = prompt.rpartition(border)
-    return document.rstrip(), question.strip()
 
 
 class Account(NamedTuple):
@@ -84,12 +54,13 @@ class Account(NamedTuple):
 
 
 class _Generation(NamedTuple):
-    """A response to make, and the strings that end its answer."""
+    """A response to make, the strings that end its answer, and what it may begin with."""
 
     task: str
     prompt: PromptMap
     params: SamplingParams
     until: tuple[str, ...]
+    prefix: str
 
 
 @register_model("da_jax")
@@ -101,14 +72,22 @@ class HarnessModel(TemplateLM):
     chat template; stop strings then end the answer, as a response that declares may have several
     lines. Every arm returns `Response.answer`: without tags and thoughts.
 
+    A task's `gen_prefix` is, with a chat template, the start of the assistant's turn in the arm
+    `vanilla`. A response that declares cannot begin with it: in the other arms it is the end of the
+    question, as the harness writes it without a chat template. An answer that repeats a
+    `gen_prefix` field of the example at its start is returned without it, in every arm.
+
     Args:
       pretrained: an `LLM`, or what `LLM.from_pretrained` takes.
       arm: `vanilla`, `unmasked` or `da`.
       max_gen_toks: most tokens of a response where the task does not say.
       min_gen_toks: a task's own cap below this is raised to it, in every arm alike. RULER's 30 to
         128 tokens end a response that first declares.
-      truncate: cut what does not fit from the left of the context (of the document), and count it;
-        without it that is an error before anything is computed.
+      max_tokens: most tokens of every response, in place of the task's own cap and of
+        `min_gen_toks`.
+      truncate: cut what does not fit from the left of the document, and count it; without it that
+        is an error before anything is computed. What a chat template writes, and a token that
+        starts every text, stay. A log-likelihood names no document: its context is cut.
       seed: of requests that sample.
       split: cuts a prompt for the arms `unmasked` and `da`.
       batch_size, max_batch_size, device: what the harness passes; the engine batches by itself, so
@@ -117,7 +96,7 @@ class HarnessModel(TemplateLM):
 
     Attributes:
       truncated: contexts that were cut so far.
-      raised: responses so far whose cap was raised.
+      raised, lowered: responses so far whose cap was raised, or lowered.
       accounts: of the responses so far.
 
     Raises:
@@ -131,6 +110,7 @@ class HarnessModel(TemplateLM):
         arm: str = "vanilla",
         max_gen_toks: int = 512,
         min_gen_toks: int = 0,
+        max_tokens: int | None = None,
         truncate: bool = False,
         seed: int = 0,
         split: Split = split_prompt,
@@ -150,8 +130,11 @@ class HarnessModel(TemplateLM):
             self.llm = LLM.from_pretrained(pretrained, **options)
         self.arm, self.tokenizer, self.seed = Arm(arm), self.llm.tokenizer, seed
         self.truncate, self.min_gen_toks, self._split = truncate, min_gen_toks, split
-        self._max_gen_toks = max_gen_toks
-        self.truncated = self.raised = 0
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+        self._max_gen_toks, self.max_tokens = max_gen_toks, max_tokens
+        self.truncated = self.raised = self.lowered = 0
+        self._contents: dict[str, str] = {}  # what is cut of a text that a chat template wrote
         self.accounts: list[Account] = []
 
     @property
@@ -183,7 +166,7 @@ class HarnessModel(TemplateLM):
     @property
     def max_gen_toks(self) -> int:
         """Most tokens of a response where the task does not say."""
-        return max(self._max_gen_toks, self.min_gen_toks)
+        return self.max_tokens or max(self._max_gen_toks, self.min_gen_toks)
 
     @property
     def tokenizer_name(self) -> str:
@@ -208,13 +191,16 @@ class HarnessModel(TemplateLM):
                 f"the arm '{self.arm}' renders the chat template itself; "
                 "leave apply_chat_template off"
             )
-        return self.tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
             **self.llm.renderer.template_kwargs,
         )
+        if asked := [turn["content"] for turn in chat_history if turn["role"] == "user"]:
+            self._contents[text] = asked[-1]
+        return text
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results about the model."""
@@ -224,9 +210,11 @@ class HarnessModel(TemplateLM):
             "max_length": self.max_length,
             "max_gen_toks": self.max_gen_toks,
             "min_gen_toks": self.min_gen_toks,
+            "max_tokens": self.max_tokens,
             "truncate": self.truncate,
             "truncated": self.truncated,
             "raised": self.raised,
+            "lowered": self.lowered,
         }
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -243,7 +231,8 @@ class HarnessModel(TemplateLM):
         answers = []
         responses = self._run(queue, "generating", disable_tqdm)
         for request, generation, response in zip(requests, made, responses):
-            answer = _cut(response.answer, generation.until)
+            answer = response.answer.removeprefix(generation.prefix).lstrip()
+            answer = _cut(answer, generation.until)
             self.accounts.append(Account(generation.task, response))
             self.cache_hook.add_partial("generate_until", request.args, answer)
             answers.append(answer)
@@ -259,8 +248,9 @@ class HarnessModel(TemplateLM):
                 f"{task} asks for the generation options {unknown}, which da-jax does not have; "
                 f"it has {', '.join(sorted({*_SAMPLING, *_IGNORED}))}"
             )
-        limit = max(options["max_gen_toks"], self.min_gen_toks)
+        limit = self.max_tokens or max(options["max_gen_toks"], self.min_gen_toks)
         self.raised += limit > options["max_gen_toks"]
+        self.lowered += limit < options["max_gen_toks"]
         until = tuple(text for text in options["until"] if text)
         # Thoughts and declarations have lines of their own, which must not end the response.
         whole = self.renders or self.llm.renderer.template_kwargs["enable_thinking"]
@@ -268,16 +258,28 @@ class HarnessModel(TemplateLM):
         params = SamplingParams(
             max_tokens=limit, seed=self.seed + number, stop=() if whole else until, **sampling
         )
-        prompt = self._prompt(request.doc or {}, context, self.max_length - limit)
-        return _Generation(task, prompt, params, until)
+        example = request.doc or {}
+        prompt = self._prompt(example, context, self.max_length - limit)
+        prefix = example.get("gen_prefix")
+        return _Generation(task, prompt, params, until, prefix if isinstance(prefix, str) else "")
 
     def _prompt(self, example: Mapping[str, Any], context: str, room: int) -> PromptMap:
-        """The prompt of a context, cut to `room` tokens where that is allowed."""
-        if not self.renders:
-            return plain_prompt(self._last(self.tok_encode(context), room))
-        document, question = self._split(example, context)
-        render = self.llm.renderer.render
-        prompt = render(document or None, question, arm=self.arm.value)
+        """The prompt of a context, its document cut to `room` tokens where that is allowed."""
+        render: Callable[[str], PromptMap]
+        if self.renders:
+            document, question = self._split(example, context)
+
+            def render(document: str) -> PromptMap:
+                return self.llm.renderer.render(document or None, question, arm=self.arm.value)
+        elif not self.truncate:
+            return plain_prompt(self.tok_encode(context))
+        else:
+            before, document, after = self._parts(example, context)
+
+            def render(document: str) -> PromptMap:
+                return plain_prompt(self.tok_encode(f"{before}{document}{after}"))
+
+        prompt = render(document)
         if not self.truncate or len(prompt) <= room:
             return prompt
         self.truncated += 1
@@ -288,15 +290,34 @@ class HarnessModel(TemplateLM):
             over = len(prompt) - room
             starts = [start for start, _ in encoding["offset_mapping"] if start]
             document = document[starts[over - 1] :] if over <= len(starts) else ""
-            prompt = render(document or None, question, arm=self.arm.value)
+            prompt = render(document)
         return prompt
 
-    def _last(self, ids: list[int], room: int) -> list[int]:
-        """The last tokens that fit, where cutting is allowed."""
+    def _parts(self, example: Mapping[str, Any], context: str) -> tuple[str, str, str]:
+        """What stands before the document of a text of the harness, the document, and the rest."""
+        text = self._content(context)
+        document = self._split(example, text)[0]
+        if document not in text or not document:
+            document = text
+        before, _, after = context.rpartition(text)
+        head, _, tail = text.rpartition(document)
+        return before + head, document, tail + after
+
+    def _content(self, context: str) -> str:
+        """What a context asks: of a text that a chat template wrote, the last turn of the user."""
+        text = self._contents.get(context, "").strip()
+        return text if text and text in context else context.strip()
+
+    def _last(self, context: str, ids: list[int], room: int) -> list[int]:
+        """The last tokens that fit, after what starts every text, where cutting is allowed."""
         if not self.truncate or len(ids) <= room or room < 1:
             return ids
+        head = context[: context.rindex(self._content(context))]
+        kept = max(len(self.tok_encode(head)), int(ids[0] == self.tokenizer.bos_token_id))
+        if kept >= room:
+            return ids
         self.truncated += 1
-        return ids[-room:]
+        return ids[:kept] + ids[len(ids) - room + kept :]
 
     def _check_fit(self, sizes: Iterable[tuple[str, int, int]]) -> None:
         """Refuses what does not fit; sizes are (task, tokens of the context, tokens after it)."""
@@ -310,7 +331,7 @@ class HarnessModel(TemplateLM):
             f"{len(long)} of {len(sizes)} requests do not fit max_model_len={self.max_length}: the "
             f"longest, of {task}, has a context of {context} tokens and {after} tokens after it; "
             f"raise max_model_len or take shorter examples or responses ({remedy}"
-            f"{'' if self.truncate else ' contexts from the left and counts them'})"
+            f"{'' if self.truncate else ' documents from the left and counts them'})"
         )
 
     def _loglikelihood_tokens(
@@ -334,13 +355,13 @@ class HarnessModel(TemplateLM):
                 f"'{self.arm}' says nothing about it; run it in the arm 'vanilla'"
             )
         queue, sizes = [], []
-        for (_, text), context, continuation in requests:
+        for (before, text), context, continuation in requests:
             if len(continuation) >= self.max_length:
                 raise ContextTooLong(
                     f"the continuation {text[:40]!r}… has {len(continuation)} tokens, and with one "
                     f"of context that is more than max_model_len={self.max_length}; raise it"
                 )
-            context = self._last(context, self.max_length - len(continuation))
+            context = self._last(before, context, self.max_length - len(continuation))
             sizes.append(("log-likelihood", len(context), len(continuation)))
             if continuation:
                 queue.append(_scoring(context, continuation))

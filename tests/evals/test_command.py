@@ -110,6 +110,14 @@ def test_unscored_responses_are_told_and_fail_the_command(da_jax, monkeypatch, t
         (("--suite", "facts", "--model", "no-such"), "no folder"),
         (("--suite", "facts", "--style", "fancy"), "style 'fancy'"),
         (("--suite", "lm_eval:ruler", "--temperature", "1"), "--temperature: tasks of lm-eval"),
+        (
+            ("--suite", "lm_eval:ruler", "--judge", "m", "--data", "d", "--accept", "longbench"),
+            "--data, --accept, --judge: tasks of lm-evaluation-harness",
+        ),
+        (("--suite", "lm_eval:ruler", "--allow-download"), "--allow-download: tasks of lm-eval"),
+        (("--suite", "lm_eval:a", "--arms", "vanilla, fast"), "unknown arms ['fast']: choose"),
+        (("--suite", "lm_eval:a", "--max-tokens", "0"), "max_tokens is 0; it must be at least 1"),
+        (("--suite", "lm_eval:ruler_vt", "--lengths", "512"), "length 512 is too short for ruler"),
         (("--suite", "lm_eval:ruler,facts"), "name it alone"),
     ],
 )
@@ -147,3 +155,42 @@ def test_another_judge_is_another_setting(da_jax, tmp_path):
     )
     code, _, err = da_jax(*judged, "--judge", "two")
     assert code == 1 and 'judge.model: "one" there, "two" now' in err
+
+
+def test_tasks_of_the_harness_say_which_model_answered(da_jax, monkeypatch, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    from da_jax.evals import harness
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"context": "Kamora=apple\nBelune=silver", "value": "apple"}) + "\n")
+    mine = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": {
+            "data_files": {"test": str(rows)}, "cache_dir": str(tmp_path / "cache"),
+        },
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{context}}\n\nQuestion: what is Kamora=?",
+        "doc_to_target": "{{value}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 8},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }  # fmt: skip
+    evaluate = harness.evaluate
+    monkeypatch.setattr(  # a configuration, as reading those of all tasks takes seconds
+        harness, "evaluate", lambda llm, tasks, **options: evaluate(llm, [mine], **options)
+    )
+    code, out, err = da_jax(
+        "eval", "--suite", "lm_eval:mine", "--arms", "vanilla, da", "--max-tokens", "5",
+        "--n", "1", "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "less vanilla" in out and "exact_match" in out
+    report = json.loads((tmp_path / "run" / "lm_eval.json").read_text())
+    assert list(report["arms"]) == ["vanilla", "da"]
+    assert report["settings"]["max_tokens"] == 5
+    for arm in report["arms"].values():
+        assert arm["cost"]["mine"]["completion_tokens"] <= 5 and arm["model"]["lowered"] == 1
+    found = report["model"]
+    assert found["model"] == "tiny" and found["checkpoint"].keys() == {"config", "weights"}
+    assert len(found["tokenizer"]) == 64 and found["dtype"] == "float32" and found["device"]
