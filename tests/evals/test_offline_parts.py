@@ -165,6 +165,8 @@ def test_units_of_uneven_length_fit_too(units, length):
         ("answer : 1. No. ANSWER: 2", " 2"),
         ("**Answer**: 3", " 3"),
         ("**Answer:** 3", "** 3"),
+        ("__Answer__: 3", " 3"),
+        ("_Answer: 3_", " 3_"),
         ("The answer is 4", "The answer is 4"),
         ("Answers: 5", "Answers: 5"),
         ("", ""),
@@ -190,7 +192,18 @@ def test_what_follows_the_last_answer_counts(answer, found):
          ["3 May", "14 June", "2 July", "9 August"]),
         (scoring.dates, "May I? 31 people", []),
         (scoring.listed(["Ann Lee", "Ann"]), "ann\nlee, ANN and Annabel", ["Ann Lee", "Ann"]),
-        (scoring.matches(r"\b[A-Z]{5}\b"), "VAR ABCDE, FGHIJ", ["ABCDE", "FGHIJ"]),
+        (scoring.integers, "7. No one else counts.", ["7"]),
+        (scoring.integers, "seven, and no one else", ["7"]),
+        (scoring.integers, "7.0, or 7.50, or 07", ["7", "7.50", "7"]),
+        (scoring.integers, "just one. One!", ["1", "1"]),
+        (scoring.integers, "_seven_ **8** __nine__", ["7", "8", "9"]),
+        (scoring.dates, "__3 May__ _June 4th_ 13 Mayor x3 May", ["3 May", "4 June"]),
+        (scoring.listed(["Wendy Hargrove"]), "_Wendy Hargrove_ or __Wendy  Hargrove__", 
+         ["Wendy Hargrove", "Wendy Hargrove"]),
+        (scoring.listed(["Ann"]), "Ann-Marie, Anna, 2Ann", []),
+        (scoring.matches(r"[A-Z]{5}"), "VAR ABCDE, _FGHIJ_ aABCDE", ["ABCDE", "FGHIJ"]),
+        (scoring.among(["abcdef", "Xyzzyx"]), "the common _abcdef_, Abcdef; xyzzyx abcdefg", 
+         ["abcdef", "abcdef", "Xyzzyx"]),
     ],
 )  # fmt: skip
 def test_values_are_found_in_their_normal_form(find, text, found):
@@ -207,6 +220,8 @@ def test_what_the_question_names_may_be_repeated():
     assert scoring.exact(scoring.integers, "7 is 9", ["9"], named=["7"]).value == 1
     assert scoring.exact(scoring.integers, "7", ["7"], named=["7"]).value == 1
     assert scoring.exact(scoring.integers, "7", ["9"], named=["7"]).value == 0
+    assert scoring.overlap(scoring.integers, "of 7: 8 and 9", ["8", "9"], named=["7"]).value == 1
+    assert scoring.overlap(scoring.integers, "7 and 8", ["7", "8"], named=["7"]).value == 1
 
 
 def test_details_list_a_few_of_many_values():

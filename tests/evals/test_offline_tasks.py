@@ -15,6 +15,7 @@ from support.offline_solvers import SOLVERS, candidates
 
 from da_jax.evals.offline import CONTROLS, TASKS, words
 from da_jax.evals.task import Group
+from da_jax.protocol.modes import ModeTracker
 
 EVERY = {**TASKS, **CONTROLS}
 SHORTEST = 512
@@ -87,7 +88,7 @@ def test_evidence_of_a_repeated_request_is_the_turn_that_is_asked_for(length, se
     of = example("mrcr_2", length, seed)
     ((start, end),) = of.evidence
     request, text = of.document[start:end].split("\nAssistant:\n")
-    assert text == of.expected[0]
+    assert text.split("\n")[0] == of.expected[0]
     assert of.document.count(request) == 2
     assert of.document[:start].count(request) == of.details["which"] - 1
 
@@ -212,6 +213,8 @@ def test_a_list_of_all_candidates_scores_nothing(task, length, seed):
 def test_sets_score_f1(task, length, seed):
     of = example(task, length, seed)
     every = candidates(task, of.document, of.question)
+    if task == "graphwalks":
+        every.remove(of.details["start"])  # the question names it
     expected = set(of.expected)
     wrong = next(value for value in every if value not in expected)
     score = EVERY[task].score
@@ -240,7 +243,7 @@ def test_a_repeated_text_scores_by_likeness_after_its_prefix(length, seed):
     assert score(of, f"It is the one that begins with {prefix}.\n{prefix}{text}").value == 1
     assert score(of, prefix + other).value < 0.75
     assert score(of, prefix + of.document).value < 0.2
-    assert 0.9 < score(of, prefix + text[:-10]).value < 1
+    assert 0.9 < score(of, prefix + text[:-4]).value < 1
 
 
 @pytest.mark.parametrize("task", ["niah_single_noise", "kv_retrieval", "mrcr_2"])
@@ -300,25 +303,96 @@ def test_a_text_longer_than_the_prose_repeats_it_in_another_order():
     assert paragraphs[again + 1] != paragraphs[4]
 
 
+def answered(task, form, **changes):
+    """The score of an answer that a model could have written, with the values in their places."""
+    of = example(task, 2048, 3)
+    values = {"all": ", ".join(of.expected), **of.details, **changes}
+    return EVERY[task].score(of, form.format(**values))
+
+
+@pytest.mark.parametrize(
+    ("task", "form"),
+    [
+        ("graphwalks", "Answer: The nodes that are asked for, from {start}, are {all}."),
+        ("graphwalks", "Answer: [_{all}_]"),
+        ("frequent_words", "Answer: the three most common words are {all}"),
+        ("common_words", "Remote motives divide tomatoes. Answer: remote motive: {all}"),
+        ("variable_tracking", "Answer: {all} (FINAL)"),
+        ("variable_tracking", "Those with the VALUE are **{all}**."),
+        ("counting", "Answer: {all}. No one else counts."),
+        ("counting", "Answer: {all}.0"),
+        ("babilong_2", "Answer: _{all}_"),
+        ("dialogue_cloze", "__Answer:__ __{all}__"),
+        ("structured_data", "_Answer_: _{all}_"),
+        ("passkey", "_Answer: {all}_"),
+    ],
+)
+def test_what_a_model_writes_around_a_right_answer_costs_nothing(task, form):
+    assert answered(task, form).value == 1
+
+
+def test_words_that_are_wrong_still_cost():
+    of = example("frequent_words", 2048, 3)
+    others = [word for word in of.document.split() if word not in of.expected]
+    score = answered("frequent_words", "Answer: {all}, {other}", other=others[0].title())
+    assert score.value == pytest.approx(6 / 7) and score.details["extra"] == [others[0]]
+    assert answered("graphwalks", "Answer: {all}, {other}", other="0" * 10).value < 1
+    assert answered("graphwalks", "Answer: {start}").value == 0
+    assert answered("counting", "Answer: {all} or 12").value == 0
+    assert answered("counting", "Answer: {all}.5").value == 0
+
+
+@every_task
+@few
+@given(length=lengths, seed=seeds)
+def test_no_value_is_longer_than_a_focus_may_copy(task, length, seed):
+    of = example(task, length, seed)
+    assert all(len(value.split()) <= 12 for value in of.expected)
+
+
+@every_task
+def test_no_question_says_where_a_response_ends(task):
+    """That is for the instructions to declare: the answer is inside of the last LOCAL text."""
+    question = example(task, 1024, 0).question
+    assert "Give the answer as " in question
+    assert not re.search(r"(?i)\b(end with|end in|finish|nothing after|last line)\b", question)
+
+
+@pytest.mark.parametrize("task", [name for name in EVERY if name != "mrcr_2"])
+@pytest.mark.parametrize("arm", ["vanilla", "da"])
+def test_a_response_that_obeys_question_and_instructions_is_right_in_every_arm(task, arm):
+    of = example(task, 1024, 0)
+    text = f"Answer: {gold(of)}"
+    if arm == "da":
+        text = (
+            '<global>It is in chunk 1.</global><focus magic_chunks="1">some words</focus>'
+            f"<local>So it is known.<answer>{text}</answer></local>"
+        )
+    tracker = ModeTracker(3, arm=arm)
+    tracker.feed(text)
+    tracker.finish()
+    assert EVERY[task].score(of, tracker.answer()).value == 1
+
+
 DIGESTS = {
-    "niah_single_noise": "9b3d88c06fb32ef0",
-    "niah_single_prose": "7dce2a0229baabd9",
-    "niah_single_uuid": "2fc19f2e43864a6f",
-    "niah_multikey_2": "3e7eae1e57519572",
-    "niah_multikey_3": "5a080dc0fb408cdb",
-    "kv_retrieval": "def7840a5d9b2dc2",
-    "passkey": "455af351e6a807e0",
-    "mrcr_2": "69d598dd8378d172",
-    "meeting_qa": "7ecc4478e6f21474",
-    "code_lookup": "662d691f8d3c7069",
-    "variable_tracking": "0e878e03c3f072f8",
-    "graphwalks": "841024234d0022ad",
-    "babilong_2": "f679d5563aa9e51b",
-    "counting": "3504b26c620c6fec",
-    "dialogue_cloze": "fed40c74db1669ab",
-    "common_words": "958017f290225574",
-    "frequent_words": "89271aeec6e95e60",
-    "structured_data": "3db991c94338cc5e",
+    "niah_single_noise": "66d6d5315e544449",
+    "niah_single_prose": "d9c66650e047ebec",
+    "niah_single_uuid": "3e427fb4444c07e7",
+    "niah_multikey_2": "394a4c4d8cb1c5b1",
+    "niah_multikey_3": "f0be6ef7b26fe7ac",
+    "kv_retrieval": "b4ec81bcec2b1909",
+    "passkey": "e757e959ece8c833",
+    "mrcr_2": "892e0df05e427963",
+    "meeting_qa": "408d52221e512696",
+    "code_lookup": "6475cffb1be6556c",
+    "variable_tracking": "e1e16bcd57491090",
+    "graphwalks": "66af2b79606c741b",
+    "babilong_2": "6db8a37d75c1cd8c",
+    "counting": "c441561f1db722ca",
+    "dialogue_cloze": "2b73af0676f018da",
+    "common_words": "87c56716fdd66e66",
+    "frequent_words": "47a74a8a2152c8b7",
+    "structured_data": "cfa434829de977d9",
 }
 
 

@@ -24,13 +24,13 @@ def passkey(document, question):
 
 def repeated(document, question):
     which, kind, topic = re.search(
-        r"Repeat the (first|second) (.+) about (\w+) word", question
+        r"Repeat the first line of the (first|second) (.+) about (\w+) word", question
     ).groups()
     texts = re.findall(
         rf"^User: Write a {kind} about {topic}\.\nAssistant:\n((?:.+\n?)+)", document, re.MULTILINE
     )
     number = ["first", "second"].index(which)
-    return [texts[number].strip()] if number < len(texts) else []
+    return [texts[number].split("\n")[0]] if number < len(texts) else []
 
 
 def minutes(document, question):
@@ -158,7 +158,7 @@ _FORMS = {
     "niah_multikey_3": rf"is ({UUID})",
     "kv_retrieval": rf': "({UUID})',
     "passkey": r"\b\d{5}\b",
-    "mrcr_2": r"Assistant:\n((?:.+\n?)+)",
+    "mrcr_2": r"Assistant:\n(.+)",
     "code_lookup": r"\b\d{6}\b",
     "variable_tracking": r"VAR ([A-Z]{5}) =",
     "graphwalks": NODE,

@@ -16,7 +16,7 @@ and a judge scores.
 | niah_multikey_3 | single | UUID of a UUID, among UUIDs of others | exact |
 | kv_retrieval | single | value of a key in a JSON object of UUIDs | exact |
 | passkey | single | the number that a text says to remember | exact |
-| mrcr_2 | single | first or second of two texts of one kind and topic, word for word | likeness |
+| mrcr_2 | single | first line of the first or second of two texts alike, word for word | likeness |
 | meeting_qa | single | who takes on a project, for how much, until when, in minutes | exact |
 | code_lookup | single | what a function of a long module returns | exact |
 | variable_tracking | multi | all variables that get a value through assignments | exact set |
@@ -28,9 +28,15 @@ and a judge scores.
 | frequent_words | control | the three most frequent of made-up words | F1 |
 | structured_data | control | the region with the greatest sum over all rows of a table | exact |
 
-How answers are read is told in `scoring`. Questions ask for the answer after "Answer:" and leave
-room for reasoning; `max_tokens` is 1,024 in every arm, where RULER has 30 to 128, because a model
-that declares reasons first. The prose is public domain, see NOTICE beside this file.
+How answers are read is told in `scoring`. Questions leave room for reasoning, and ask that the
+answer be given as "Answer:" followed by its value. They do not ask to end with that: what is scored
+of a response that declares is its last `<answer>` or LOCAL text, as the protocol has it, and where
+it ends is for the instructions to say. Nothing else of such a response is looked at, since a value
+that it wrote outside of its answer is not what a caller would get; `outside` counts how often that
+happens, in every arm. No value is longer than the 12 words that a response copies in a focus.
+
+`max_tokens` is 1,024 in every arm, where RULER has 30 to 128, because a model that declares reasons
+first. The prose is public domain, see NOTICE beside this file.
 """
 
 from __future__ import annotations

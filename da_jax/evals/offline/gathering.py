@@ -52,7 +52,8 @@ class Counting(Generated):
         document, evidence = join(scatter(hay, asked, at))
         question = (
             "Each line of the text is a message with its date, user and label. How many messages "
-            f'of the user {user} have the label "{label}"? End with "Answer:" and the number.'
+            f'of the user {user} have the label "{label}"? '
+            'Give the answer as "Answer:" followed by the number.'
         )
         return Draft(document, question, (str(right),), evidence)
 
@@ -105,7 +106,8 @@ class DialogueCloze(Generated):
         document, evidence = join(scatter(hay, asked, at))
         question = (
             "Fill in the name that is left out in this sentence about the dialogue: "
-            f'"____ was given the {things[0]}." End with "Answer:" and the name alone.'
+            f'"____ was given the {things[0]}." '
+            'Give the answer as "Answer:" followed by the name alone.'
         )
         return Draft(document, question, (receiver,), evidence)
 

@@ -27,12 +27,14 @@ class Mrcr2(Generated):
     """Two equal requests in a conversation, and which answer belongs to which; as in OpenAI's MRCR.
 
     A unit is a request with its answer. No other request is for the same kind of text about the
-    same topic.
+    same topic. The first line is to be repeated, not the text as the original has it: it has at
+    most 12 words, which is the most that a response copies while it focuses. A wrong line is
+    alike too: it scores 0.41 on average.
     """
 
     name = "mrcr_2"
     group = Group.SINGLE
-    description = "The first or second of two texts of one kind about one topic, word for word."
+    description = "First line of the first or second of two texts alike, word for word."
 
     def draft(self, stream: Stream, units: int) -> Draft:
         at = drawn_depths(stream, 2)
@@ -40,7 +42,7 @@ class Mrcr2(Generated):
         which = stream.below(2)
         prefix = stream.letters(10, _LETTERS)
         needles = [self._turn(asked, self._text(stream)) for _ in range(2)]
-        expected = needles[which].split("Assistant:\n")[1].strip()
+        expected = needles[which].split("Assistant:\n")[1].split("\n")[0]
         needles[which] = Evidence(needles[which])
         hay = []
         for _ in range(units):
@@ -51,8 +53,8 @@ class Mrcr2(Generated):
         document, evidence = join(scatter(hay, needles, at))
         question = (
             f"In the conversation the user asks twice for a {asked[0]} about {asked[1]}. Repeat "
-            f"the {('first', 'second')[which]} {asked[0]} about {asked[1]} word for word. Write "
-            f"{prefix} directly before it, and nothing after it."
+            f"the first line of the {('first', 'second')[which]} {asked[0]} about {asked[1]} word "
+            f"for word. Give the answer as {prefix} directly followed by that line."
         )
         details = {"prefix": prefix, "which": which + 1}
         return Draft(document, question, (expected,), evidence, details)
@@ -82,9 +84,9 @@ class MeetingQa(Generated):
     group = Group.SINGLE
     description = "Who takes on a project, for how much or until when, in minutes of a meeting."
     _asked = (
-        ("owner", 'Who takes on the {0}? End with "Answer:" and the person\'s full name.'),
-        ("amount", 'How many euros are granted to the {0}? End with "Answer:" and the number.'),
-        ("due", 'By what date is the {0} due? End with "Answer:" and day and month.'),
+        ("owner", "Who takes on the {0}?", "the person's full name"),
+        ("amount", "How many euros are granted to the {0}?", "the number"),
+        ("due", "By what date is the {0} due?", "day and month"),
     )
     _find = {  # noqa: RUF012
         "owner": scoring.listed(words.PEOPLE),
@@ -94,7 +96,7 @@ class MeetingQa(Generated):
 
     def draft(self, stream: Stream, units: int) -> Draft:
         (depth,) = drawn_depths(stream, 1)
-        kind, question = stream.pick(self._asked)
+        kind, asked, form = stream.pick(self._asked)
         projects = words.names(stream, 1 + units)
         needle, facts = self._item(stream, projects[0])
         hay = [self._item(stream, project)[0] for project in projects[1:]]
@@ -102,7 +104,8 @@ class MeetingQa(Generated):
         document, evidence = join(["Minutes of the meeting\n\n", *items])
         return Draft(
             document,
-            "The text is the minutes of a meeting. " + question.format(f"{projects[0]} project"),
+            f"The text is the minutes of a meeting. {asked.format(f'{projects[0]} project')} "
+            f'Give the answer as "Answer:" followed by {form}.',
             (facts[kind],),
             evidence,
             {"kind": kind},
@@ -141,8 +144,8 @@ class CodeLookup(Generated):
         hay = [self._function(stream, name)[0] for name in names[1:]]
         document, evidence = join(scatter(hay, [Evidence(needle)], [depth]))
         question = (
-            f'What does `{names[0]}("{argument}")` return? End with "Answer:" and the number, '
-            "which has 6 digits."
+            f'What does `{names[0]}("{argument}")` return? '
+            'Give the answer as "Answer:" followed by the number, which has 6 digits.'
         )
         return Draft(document, question, (values[argument],), evidence)
 

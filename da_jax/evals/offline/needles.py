@@ -42,7 +42,7 @@ class _Needle(Generated):
         form = "the UUID" if self.uuid_values else f"the number, which has {_DIGITS} digits"
         question = (
             f"What is the magic {kind} of {keys[0]} that the text mentions? "
-            f'End with "Answer:" and {form}.'
+            f'Give the answer as "Answer:" followed by {form}.'
         )
         return Draft(document, question, (value,), evidence, {"key": keys[0]})
 
@@ -115,7 +115,7 @@ class KvRetrieval(Generated):
         document, evidence = join([*pieces, "}\n"])
         question = (
             f'What is the value of the key "{key}" in the JSON object? '
-            'End with "Answer:" and the value.'
+            'Give the answer as "Answer:" followed by the value.'
         )
         return Draft(document, question, (value,), evidence, {"key": key})
 
@@ -139,7 +139,7 @@ class Passkey(Generated):
         document, evidence = join(scatter(hay, [Evidence(needle)], [depth]))
         question = (
             "What is the pass key that the text tells to remember? "
-            'End with "Answer:" and its 5 digits.'
+            'Give the answer as "Answer:" followed by its 5 digits.'
         )
         return Draft(document, question, (key,), evidence)
 

@@ -4,7 +4,8 @@ What counts is what follows the last "Answer:" (in any case, also in Markdown's 
 it is the whole text. In it, all values of the form that the question asks for are looked up: every
 number of seven digits, say, or every name of a known list. They must be exactly the expected ones,
 so that an answer that lists every candidate is wrong. What the question itself names may be
-repeated.
+repeated. Where values are made-up words (variables, coded words), only those of the document are
+values: other words are how an answer is phrased. Markdown around a value is no part of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from collections.abc import Callable, Collection, Iterable
 from da_jax.evals.offline import words
 from da_jax.evals.task import Score
 
-_ANSWER = re.compile(r"\banswer\b[*_`]*\s*:", re.IGNORECASE)
+# Borders of a word. Unlike those of `\b`, an underscore is Markdown and no letter.
+_LEFT, _RIGHT = r"(?<![^\W_])", r"(?![^\W_])"
+
+_ANSWER = re.compile(rf"{_LEFT}answer[*_`]*\s*:", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _LISTED = 20
 """Most values that the details of a score list."""
@@ -24,7 +28,10 @@ _LISTED = 20
 _COUNTS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
 ).split()
-_COUNT = re.compile(rf"(?<![\w-])(?:{'|'.join(_COUNTS)})(?![\w-])", re.IGNORECASE)
+_COUNT = re.compile(
+    rf"(?<!-){_LEFT}(?:{'|'.join(_COUNTS)}){_RIGHT}(?!-)|(?P<digits>\d+(?:\.\d+)?)",
+    re.IGNORECASE,
+)
 
 UUID = re.compile(
     r"(?<![0-9a-f-])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![0-9a-f-])", re.IGNORECASE
@@ -33,7 +40,9 @@ UUID = re.compile(
 _MONTH = "|".join(words.MONTHS)
 _DAY = r"(\d{1,2})(?:st|nd|rd|th)?"
 _DATE = re.compile(
-    rf"\b{_DAY}(?:\s+of)?\s+({_MONTH})\b|\b({_MONTH})\s+(?:the\s+)?{_DAY}\b", re.IGNORECASE
+    rf"{_LEFT}{_DAY}(?:\s+of)?\s+({_MONTH}){_RIGHT}"
+    rf"|{_LEFT}({_MONTH})\s+(?:the\s+)?{_DAY}{_RIGHT}",
+    re.IGNORECASE,
 )
 
 Find = Callable[[str], Iterable[str]]
@@ -42,20 +51,33 @@ Find = Callable[[str], Iterable[str]]
 
 def final(answer: str) -> str:
     """What follows the last "Answer:", or all of the text."""
-    found = list(_ANSWER.finditer(answer))
-    return answer[found[-1].end() :] if found else answer
+    said = answered(answer)
+    return answer if said is None else said
+
+
+def answered(text: str) -> str | None:
+    """What follows the last "Answer:"; None without one."""
+    found = list(_ANSWER.finditer(text))
+    return text[found[-1].end() :] if found else None
 
 
 def numbers(digits: int) -> Find:
     """Finds numbers of so many digits; commas between thousands are left out."""
     pattern = re.compile(rf"(?<!\d)\d{{{digits}}}(?!\d)")
-    return lambda text: pattern.findall(_plain(text))
+    return lambda text: pattern.findall(plain(text))
 
 
 def integers(text: str) -> list[str]:
-    """Finds numbers, also those up to fifteen that are written as a word."""
-    text = _COUNT.sub(lambda match: str(_COUNTS.index(match[0].lower())), _plain(text))
-    return [str(int(digits)) for digits in re.findall(r"\d+", text)]
+    """Finds numbers, also those up to fifteen that are written as a word; "7.0" is 7.
+
+    "One" is a number only where no other stands: else it is a pronoun, as in "no one".
+    """
+    found = list(_COUNT.finditer(plain(text)))
+    others = [match for match in found if match[0].lower() != "one"]
+    return [
+        _decimal(match["digits"]) if match["digits"] else str(_COUNTS.index(match[0].lower()))
+        for match in others or found
+    ]
 
 
 def uuids(text: str) -> list[str]:
@@ -67,7 +89,8 @@ def listed(candidates: Collection[str]) -> Find:
     """Finds the candidates that a text names as whole words, in whatever case."""
     by_name = {candidate.lower(): candidate for candidate in candidates}
     longest_first = sorted(map(re.escape, by_name), key=len, reverse=True)
-    pattern = re.compile(rf"(?<![\w-])(?:{'|'.join(longest_first)})(?![\w-])", re.IGNORECASE)
+    names = "|".join(longest_first)
+    pattern = re.compile(rf"(?<!-){_LEFT}(?:{names}){_RIGHT}(?!-)", re.IGNORECASE)
     return lambda text: [
         by_name[" ".join(found.lower().split())]
         for found in pattern.findall(re.sub(r"\s+", " ", text))
@@ -83,8 +106,16 @@ def dates(text: str) -> list[str]:
 
 
 def matches(pattern: str) -> Find:
-    """Finds what a pattern matches, as it stands."""
-    return re.compile(pattern).findall
+    """Finds whole words that a pattern matches, as they stand."""
+    return re.compile(rf"{_LEFT}(?:{pattern}){_RIGHT}").findall
+
+
+def among(known: Iterable[str]) -> Find:
+    """Finds words of letters and digits that are known ones, in whatever case."""
+    by_name = {word.lower(): word for word in known}
+    return lambda text: [
+        by_name[word] for word in re.findall(r"[^\W_]+", text.lower()) if word in by_name
+    ]
 
 
 def exact(find: Find, answer: str, expected: Collection[str], named: Collection[str] = ()) -> Score:
@@ -100,9 +131,11 @@ def exact(find: Find, answer: str, expected: Collection[str], named: Collection[
     return Score(float(found == set(expected)), _details(found, set(expected)))
 
 
-def overlap(find: Find, answer: str, expected: Collection[str]) -> Score:
-    """F1 of the set of values in the answer against the expected set."""
-    found, wanted = set(find(final(answer))), set(expected)
+def overlap(
+    find: Find, answer: str, expected: Collection[str], named: Collection[str] = ()
+) -> Score:
+    """F1 of the set of values in the answer against the expected set; see `exact`."""
+    found, wanted = set(find(final(answer))) - (set(named) - set(expected)), set(expected)
     both = len(found & wanted)
     value = 2 * both / (len(found) + len(wanted)) if both else 0.0
     return Score(value, _details(found, wanted))
@@ -121,7 +154,14 @@ def likeness(answer: str, prefix: str, expected: str) -> Score:
     return Score(ratio, {"prefix": True, "characters": len(text.strip())})
 
 
-def _plain(text: str) -> str:
+def _decimal(digits: str) -> str:
+    """A number without zeros that say nothing."""
+    whole, _, fraction = digits.partition(".")
+    return f"{int(whole)}.{fraction}" if fraction.strip("0") else str(int(whole))
+
+
+def plain(text: str) -> str:
+    """A text without commas between thousands."""
     return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
 

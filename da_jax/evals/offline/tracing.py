@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from da_jax.evals.offline import filler, scoring, words
 from da_jax.evals.offline.draft import Draft, Evidence, Generated, drawn_depths, join, scatter
 from da_jax.evals.offline.stream import Stream
@@ -42,13 +44,13 @@ class VariableTracking(Generated):
         document, evidence = join(scatter(filler.noise(stream, units), lines, at))
         question = (
             f"Which variables have the value {values[0]}, directly or through other variables? "
-            f'There are {length} of them. End with "Answer:" and their names.'
+            f'There are {length} of them. Give the answer as "Answer:" followed by their names.'
         )
         return Draft(document, question, tuple(sorted(chains[0])), evidence)
 
     def score(self, example: Example, answer: str) -> Score:
-        find = scoring.matches(r"(?<!\w)[A-Z]{5}(?!\w)")
-        return scoring.exact(find, answer, example.expected)
+        variables = re.findall(r"VAR (\w+) =", example.text)
+        return scoring.exact(scoring.among(variables), answer, example.expected)
 
 
 class Graphwalks(Generated):
@@ -96,15 +98,15 @@ class Graphwalks(Generated):
         return Draft(
             document,
             "The text lists the edges of a directed graph. " + question + " The node itself is "
-            'not one of them. End with "Answer:" and the list of nodes.',
+            'not one of them. Give the answer as "Answer:" followed by the list of nodes.',
             tuple(sorted(expected)),
             evidence,
-            {"operation": operation},
+            {"operation": operation, "start": start},
         )
 
     def score(self, example: Example, answer: str) -> Score:
-        find = scoring.matches(rf"(?<!\w)[0-9a-f]{{{self._digits}}}(?!\w)")
-        return scoring.overlap(find, answer, example.expected)
+        find = scoring.matches(rf"[0-9a-f]{{{self._digits}}}")
+        return scoring.overlap(find, answer, example.expected, named=[example.details["start"]])
 
     def _node(self, stream: Stream) -> str:
         return stream.letters(self._digits, "0123456789abcdef")
@@ -146,7 +148,7 @@ class Babilong2(Generated):
         question = (
             f"{people[0]}, {people[1]} and {people[2]} walk through a house in the course of the "
             "text. People keep what they pick up. Where "
-            f'is the {things[0]} at the end? End with "Answer:" and the room: '
+            f'is the {things[0]} at the end? Give the answer as "Answer:" followed by the room: '
             f"{', '.join(words.ROOMS[:-1])} or {words.ROOMS[-1]}."
         )
         return Draft(document, question, (rooms[0],), evidence)
