@@ -198,7 +198,8 @@ class HarnessModel(TemplateLM):
             continue_final_message=not add_generation_prompt,
             **self.llm.renderer.template_kwargs,
         )
-        if asked := [turn["content"] for turn in chat_history if turn["role"] == "user"]:
+        asked = [turn["content"] for turn in chat_history if turn["role"] == "user"]
+        if self.truncate and asked:
             self._contents[text] = asked[-1]
         return text
 
