@@ -58,8 +58,9 @@ def evaluate(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Most tokens of document and question, with commas; 4096,8192 by default. Of "
-            "lm_eval tasks one, which only those have that make their examples (RULER)."
+            help="Most tokens of document and question, with commas; 4096,8192 by default. Public "
+            "data is asked once, at the least length that it fits. Of lm_eval tasks one, which "
+            "only those have that make their examples (RULER)."
         ),
     ] = None,
     n: Annotated[int, typer.Option(help="Examples of each task and length.")] = 32,

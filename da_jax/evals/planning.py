@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from da_jax.evals.folder import Key
-from da_jax.evals.task import Example, Task
+from da_jax.evals.task import Example, FiniteTask, Task
 from da_jax.protocol.modes import Arm
 from da_jax.protocol.prompt import PromptMap, PromptRenderer
 
@@ -28,7 +28,8 @@ class Selection:
 
     Attributes:
       tasks: the tasks.
-      lengths: most tokens of document and question, each.
+      lengths: most tokens of document and question, each; kept in ascending order. An example of
+        a `FiniteTask` is asked at the least of them that it fits, and at no other.
       n: examples of each task and length.
       seed: which ones.
       arms: the arms.
@@ -46,7 +47,7 @@ class Selection:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", tuple(dict.fromkeys(self.lengths)))
+        object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
         object.__setattr__(self, "arms", tuple(arm for arm in ORDER if arm in self.arms))
         for name in ("tasks", "lengths", "arms"):
             if not getattr(self, name):
@@ -119,11 +120,13 @@ class Plan:
       prompts: {key: sha256 of its prompt}, of every response, in the order of the run.
       longest: tokens of the longest prompt and its response.
       where: says which one that is, for messages.
+      finite: names of the tasks whose examples are each asked once.
     """
 
     prompts: Mapping[Key, str]
     longest: int
     where: str
+    finite: frozenset[str] = frozenset()
 
 
 def cases(selection: Selection, count: Callable[[str], int]) -> Iterator[Case]:
@@ -133,10 +136,11 @@ def cases(selection: Selection, count: Callable[[str], int]) -> Iterator[Case]:
       ValueError: a task has no such examples, or gives others than it should.
     """
     for task in selection.tasks:
-        for length in selection.lengths:
+        total, finite = 0, isinstance(task, FiniteTask)
+        for above, length in itertools.pairwise((0, *selection.lengths)):
             made = 0
             try:
-                for example in task.examples(length, selection.n, selection.seed, count):
+                for example in _examples(task, above, length, selection, count):
                     if (example.task, example.index) != (task.name, made):
                         raise ValueError(
                             f"example {made} calls itself {example.task} {example.index}"
@@ -145,11 +149,26 @@ def cases(selection: Selection, count: Callable[[str], int]) -> Iterator[Case]:
                     yield Case(task, length, example)
             except ValueError as error:
                 raise ValueError(f"task {task.name}, length {length}: {error}") from error
-            if made != selection.n and not task.finite:
+            if made != selection.n and not finite:
                 raise ValueError(
                     f"task {task.name} has {made} examples of length {length}, but --n is "
                     f"{selection.n}; lower --n, or raise --lengths"
                 )
+            total += made
+        if not total:
+            raise ValueError(
+                f"task {task.name} has no example of up to {selection.lengths[-1]} tokens; add a "
+                "greater one to --lengths, or leave the task out"
+            )
+
+
+def _examples(
+    task: Task, above: int, length: int, selection: Selection, count: Callable[[str], int]
+) -> Iterator[Example]:
+    """The examples of a length; of a finite task those that do not fit the one before it."""
+    if isinstance(task, FiniteTask):
+        return task.examples(length, selection.n, selection.seed, count, above)
+    return task.examples(length, selection.n, selection.seed, count)
 
 
 def make(
@@ -180,22 +199,37 @@ def make(
                     longest, where = size, _where(case, arm, len(prompt), selection)
             hashes[case.key(arm)] = known[plain]
         progress(done, total)
-    return Plan(hashes, longest, where)
+    finite = frozenset(task.name for task in selection.tasks if isinstance(task, FiniteTask))
+    return Plan(hashes, longest, where, finite)
 
 
 def check_prompts(plan: Plan, there: Mapping[Key, str]) -> None:
     """Compares prompts with those of records that are there.
 
     Raises:
-      ValueError: one differs.
+      ValueError: one differs, or is there as another example.
     """
+    once = {
+        (task, arm, sha): (length, index)
+        for (task, length, index, arm), sha in there.items()
+        if task in plan.finite
+    }
     for key, sha in plan.prompts.items():
         if there.get(key, sha) != sha:
             task, length, index, arm = key
             raise ValueError(
                 f"task {task}, length {length}, example {index}, arm {arm}: the prompt is not the "
                 f"one that was answered before (sha256 {there[key][:12]} there, {sha[:12]} now). "
-                "The task, its data or the chat template has changed; name another folder"
+                "The task, its data or the chat template has changed, or, of public data, a lesser "
+                "length was added, which takes its examples; name another folder"
+            )
+        task, length, index, arm = key
+        before = once.get((task, arm, sha), (length, index))
+        if before != (length, index):
+            raise ValueError(
+                f"task {task}, arm {arm}: example {index} of length {length} is there already, as "
+                f"example {before[1]} of length {before[0]}, and would count twice. Of public "
+                "data only greater lengths can be added; name another folder"
             )
 
 

@@ -75,8 +75,6 @@ class Task(abc.ABC):
       origin: where the examples come from: "generated", or the public data set.
       licence: of the examples, as its owner states it.
       max_tokens: most tokens of a response, in every arm.
-      finite: whether there are only so many examples; then a run takes those there are, if they are
-        fewer than it asks for.
     """
 
     name: str
@@ -85,7 +83,6 @@ class Task(abc.ABC):
     origin: str = "generated"
     licence: str = "Apache-2.0"
     max_tokens: int = 512
-    finite: bool = False
 
     @abc.abstractmethod
     def examples(self, length: int, n: int, seed: int, count: Count) -> Iterator[Example]:
@@ -104,3 +101,21 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def score(self, example: Example, answer: str) -> Score:
         """Scores the answer of a response, as `Response.answer` gives it in every arm."""
+
+
+class FiniteTask(Task):
+    """A task with only so many examples, such as a public data set.
+
+    A run takes those there are, if they are fewer than it asks for. Where it asks for several
+    lengths, it takes each example at the least length that it fits, and so only once.
+    """
+
+    @abc.abstractmethod
+    def examples(
+        self, length: int, n: int, seed: int, count: Count, above: int = 0
+    ) -> Iterator[Example]:
+        """See `Task.examples`; there may be fewer, or none.
+
+        Args:
+          above: document and question together have more than so many tokens.
+        """

@@ -6,7 +6,7 @@ import pytest
 from da_jax.evals import planning
 from da_jax.evals.public import TASKS, PublicOptions, SourceError, scoring
 from da_jax.evals.public import sources as sources_lib
-from da_jax.evals.task import Score
+from da_jax.evals.task import Score, Task
 
 
 class Parrot:
@@ -166,8 +166,7 @@ def test_examples_are_short_enough_different_and_the_same_for_a_seed(options, tm
     assert len(orders) > 1
     assert found[:2] == list(task.examples(10, 2, 0, words))  # a run may grow
     assert found == list(task.examples(10, 128, 0, words))  # there are no more
-    with pytest.raises(ValueError, match=r"none of the 4 examples of .* has up to 1 tokens"):
-        list(task.examples(1, 4, 0, words))
+    assert list(task.examples(1, 4, 0, words)) == []
 
 
 def test_a_missing_or_damaged_source_is_an_error_that_says_what_to_do(options, tmp_path):
@@ -260,8 +259,67 @@ def test_a_run_takes_what_there_is(options, tmp_path):
     rows = [{"input": f"w\nq{n}?", "outputs": ["x"]} for n in range(3)]
     write(tmp_path / "ruler/niah_single_2.jsonl", rows)
     task, _ = only("ruler_niah_single_2", options, n=1, length=10)
-    asked = lambda task: list(planning.cases(planning.Selection((task,), (10,), 128), words))
+    asked = lambda task, length=10: list(
+        planning.cases(planning.Selection((task,), (length,), 128), words)
+    )
     assert [case.example.index for case in asked(task)] == [0, 1, 2]
-    task.finite = False  # as one that is generated
+    with pytest.raises(ValueError, match="niah_single_2 has no example of up to 1 tokens; add a"):
+        asked(task, 1)
+
+    class Generated(Task):
+        name, examples, score = task.name, task.examples, task.score
+
     with pytest.raises(ValueError, match="has 3 examples of length 10, but --n is 128"):
-        asked(task)
+        asked(Generated())
+
+
+class Prompt:
+    """Stands in for a rendered prompt: each of its bytes is a token."""
+
+    def __init__(self, text):
+        self.ids = list(text.encode())
+
+    def __len__(self):
+        return len(self.ids)
+
+
+class Plain:
+    """Stands in for the prompts of a model."""
+
+    count = staticmethod(words)
+    asked = staticmethod(lambda arm: arm)
+    render = staticmethod(lambda example, arm: Prompt(f"{example.text} {example.question}"))
+
+
+def test_an_example_is_asked_at_the_least_length_that_it_fits_and_once(options, tmp_path):
+    rows = [{"input": f"{'w ' * n}\nq{n}?", "outputs": ["x"]} for n in range(1, 13)]
+    write(tmp_path / "ruler/niah_single_2.jsonl", rows)
+    task = TASKS["ruler_niah_single_2"](options)
+    found = {}
+    for case in planning.cases(planning.Selection((task,), (8, 4, 5, 100), 128), words):
+        size = words(case.example.document) + words(case.example.question)
+        found.setdefault(case.length, []).append(size)
+    assert {length: sorted(sizes) for length, sizes in found.items()} == {
+        4: [2, 3, 4], 5: [5], 8: [6, 7, 8], 100: [9, 10, 11, 12, 13],
+    }  # fmt: skip
+    # A length that no example needs has none.
+    lengths = [c.length for c in planning.cases(planning.Selection((task,), (1, 4), 2), words)]
+    assert lengths == [4, 4]
+
+
+def test_a_run_on_public_data_grows_by_greater_lengths_alone(options, tmp_path):
+    rows = [{"input": f"{'w ' * n}\nq{n}?", "outputs": ["x"]} for n in range(1, 9)]
+    write(tmp_path / "ruler/niah_single_2.jsonl", rows)
+    task = TASKS["ruler_niah_single_2"](options)
+    plan = lambda *lengths: planning.make(planning.Selection((task,), lengths, 128), Plain)
+    assert len(plan(4, 6).prompts) == 3 * 5
+    for lengths in ((4, 6), (4, 6, 9), (4,)):
+        planning.check_prompts(plan(*lengths), plan(4, 6).prompts)
+    refused = "a lesser length was added.*; name another folder|would count twice"
+    with pytest.raises(ValueError, match=refused):
+        planning.check_prompts(plan(4, 6), plan(6).prompts)
+    # What stands at the same places may be the same by chance; then what is left over tells.
+    there = {key: sha for key, sha in plan(6).prompts.items() if sha in plan(4).prompts.values()}
+    last = {(name, 6, 99, arm): sha for (name, _, _, arm), sha in there.items()}
+    with pytest.raises(ValueError, match=r"as example 99 of length 6, and would count twice"):
+        planning.check_prompts(plan(4, 6), last)

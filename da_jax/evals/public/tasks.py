@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
-import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from da_jax.evals.offline.stream import Stream
 from da_jax.evals.public import scoring
 from da_jax.evals.public.sources import SOURCES, PublicOptions, SourceError, rows
-from da_jax.evals.task import Count, Example, Group, Score, Task
+from da_jax.evals.task import Count, Example, FiniteTask, Group, Score, Task
 
 Row = Mapping[str, Any]
 
@@ -105,10 +105,8 @@ class _Kind:
     keep: Callable[[Row], bool] = lambda row: True
 
 
-class PublicTask(Task):
+class PublicTask(FiniteTask):
     """Examples of a public data set: of up to a length, without repetitions, drawn by seed."""
-
-    finite = True
 
     def __init__(self, name: str, kind: _Kind, options: PublicOptions) -> None:
         source = SOURCES[kind.source]
@@ -119,22 +117,19 @@ class PublicTask(Task):
         if kind.metric == "judge" and options.judge is None:
             raise SourceError(f"{name} has free-form answers; name a --judge (da_jax.evals.judge)")
 
-    def examples(self, length: int, n: int, seed: int, count: Count) -> Iterator[Example]:
-        """See `Task.examples`; what is longer than `length` is left out."""
+    def examples(
+        self, length: int, n: int, seed: int, count: Count, above: int = 0
+    ) -> Iterator[Example]:
+        """See `FiniteTask.examples`; what is longer than `length` is left out, never cut."""
         items, seen = [], set()
         for item in self._items():
             if item in seen:
                 continue
             seen.add(item)
-            if count(item.document) + count(item.question) <= length:
+            if above < count(item.document) + count(item.question) <= length:
                 items.append(item)
-        if not items:
-            raise ValueError(
-                f"none of the {len(seen)} examples of {self.name} has up to {length} tokens; "
-                "give a greater length"
-            )
-        random.Random(seed).shuffle(items)
-        for index, item in enumerate(items[:n]):
+        drawn = Stream(f"{self.name} {seed}").shuffled(items)
+        for index, item in enumerate(drawn[:n]):
             yield Example(self.name, index, *item)
 
     def score(self, example: Example, answer: str) -> Score:
