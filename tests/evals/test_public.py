@@ -237,6 +237,10 @@ def test_another_licence_on_the_hub_stops_the_download(options, tmp_path, monkey
         ("The best choice is (A), not (B).", "A"), ("A man did it, hence D.", "D"),
         ("I looked for the answer. (A) says so, but (C) is what the text says.", "C"),
         ("**Answer:** (B)", "B"), ("I choose (C), a man of A rank.", "C"),
+        ("Option (C) is right; option (D) is not.", "C"), (r"\boxed{C}, since D is not", "C"),
+        ("The answer must be (D). Not (A).", "D"), ("The answer is most likely B, not C", "B"),
+        ("Answer - C. D is wrong", "C"), ("(b)", "B"), ("a", "A"), ("a or b", None),
+        ("The answer is not A; it is B.", "B"), ("The answer is a long text. (D)", "D"),
     ],
 )  # fmt: skip
 def test_a_letter_is_read_from_an_answer(answer, chosen):
@@ -248,7 +252,8 @@ def test_a_letter_is_read_from_an_answer(answer, chosen):
     [
         ("40%", 1), ("30", 0.5), ("about 60.0 %", 0.25), ("140%", 0), ("?", 0), ("- 40%", 1),
         ("Of 50 reviews 20 are positive, so 40%.", 1), ("Chunk 3 has 12; 40 percent in all", 1),
-        ("40 per cent of the 50 reviews", 1), ("40 Percent of 50", 1),
+        ("40 per cent of the 50 reviews", 1), ("40 Percent of 50", 1), ("40,0% of 50", 1),
+        ("The percentage is 40. There were 50 reviews.", 1), ("Answer: 40 of 100", 1),
     ],
 )  # fmt: skip
 def test_percentages_lose_half_for_each_ten_points(answer, value):
