@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -24,6 +26,7 @@ from da_jax.engine.llm import LLM, load_tokenizer, stop_token_ids
 from da_jax.engine.request import SamplingParams
 from da_jax.evals import identity, planning, run, suites
 from da_jax.evals.folder import RunFolder, open_folder
+from da_jax.evals.judge import Judge
 from da_jax.evals.planning import Plan, Prompts, Selection
 from da_jax.evals.report import plots
 from da_jax.kernels.chips import current_target
@@ -49,6 +52,8 @@ class Public:
     judge: str | None
     judge_url: str
     judge_key_env: str
+    judge_max_tokens: str
+    judge_temperature: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +123,7 @@ class _Setup:
     sampling: SamplingParams
     config: EngineConfig
     positions: int
+    judge: Judge | None
     settings: dict[str, Any]
 
 
@@ -129,7 +135,7 @@ def _own(options: Options) -> None:
     about = {
         "model": options.model,
         "suites": options.suite,
-        "device": current_target().kind,
+        "sources": planning.sources(setup.selection),
         "begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     with open_folder(options.out, setup.settings, about) as kept:
@@ -146,21 +152,42 @@ def _own(options: Options) -> None:
     _finish(options, plan, unscored, kept.reason)
 
 
-def _judge(options: Options) -> Any:
+def _judge(options: Options) -> Judge | None:
     """The judge that is named, or None."""
+    most = _number("--judge-max-tokens", options.public.judge_max_tokens)
+    if most is not None and most != int(most):
+        raise ValueError(f"--judge-max-tokens is {most}; give a whole number, or none")
+    temperature = _number("--judge-temperature", options.public.judge_temperature)
     if options.public.judge is None:
         return None
-    from da_jax.evals.judge import Judge
-
     return Judge(
         model=options.public.judge,
         url=options.public.judge_url,
         key_env=options.public.judge_key_env,
         cache=options.out / "verdicts",
+        max_tokens=None if most is None else int(most),
+        temperature=temperature,
     )
 
 
-def _public(options: Options, judge: Any) -> Any:
+def _number(name: str, text: str) -> float | None:
+    """A finite number, or None where the text says `none`.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    if text.strip().lower() == "none":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {text!r}; give a number, or none to leave it out")
+    return value
+
+
+def _public(options: Options, judge: Judge | None) -> Any:
     """Where public data is, and who judges."""
     from da_jax.evals.public import PublicOptions
 
@@ -202,6 +229,8 @@ def _prepare(options: Options) -> _Setup:
         "checkpoint": identity.checkpoint(folder),
         "tokenizer": identity.tokenizer(local),
         "stop_token_ids": sorted(stop_token_ids(local, tokenizer)),
+        "device": current_target().kind,
+        "jax": jax.__version__,
         "engine": _engine_settings(config, folder, model.family),
         "sampling": _sampling_settings(sampling, options.sampling_seed),
         "thinking": options.thinking,
@@ -209,7 +238,7 @@ def _prepare(options: Options) -> _Setup:
         **planning.settings(selection, prompts),
     }
     positions = model.max_positions
-    return _Setup(folder, selection, prompts, sampling, config, positions, settings)
+    return _Setup(folder, selection, prompts, sampling, config, positions, judge, settings)
 
 
 def _ask(
@@ -220,7 +249,10 @@ def _ask(
     kept: RunFolder,
     bars: Callable[..., None],
 ) -> int:
-    """Loads the model and answers what is left; returns how many responses are unscored."""
+    """Answers and scores what is left; returns how many responses are unscored.
+
+    The model is loaded only if a response is missing, not if only scores are.
+    """
 
     def watch(kept: RunFolder, done: int) -> None:
         means = {arm: total / count for arm, (total, count) in sorted(kept.scores.items())}
@@ -230,15 +262,19 @@ def _ask(
         bars("answering", done, len(plan.prompts), shown)
 
     try:
-        llm = LLM.from_pretrained(
-            setup.folder, style=setup.prompts.renderer.style, thinking=options.thinking,
-            config=dataclasses.replace(setup.config, max_model_len=length), progress=bars,
-        )  # fmt: skip
+        llm = None
+        if run.unanswered(plan, kept):
+            llm = LLM.from_pretrained(
+                setup.folder, style=setup.prompts.renderer.style, thinking=options.thinking,
+                config=dataclasses.replace(setup.config, max_model_len=length), progress=bars,
+            )  # fmt: skip
         return run.evaluate(
             llm, setup.selection, plan, setup.prompts, kept, sampling=setup.sampling,
             sampling_seed=options.sampling_seed, watch=watch,
         )  # fmt: skip
     except KeyboardInterrupt:
+        if setup.judge is not None:
+            setup.judge.stop()
         done = sum(key in kept.prompts for key in plan.prompts)
         print(
             f"\nda-jax: interrupted; {done} of {len(plan.prompts)} responses are in {options.out}. "
@@ -275,7 +311,12 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def _engine_settings(config: EngineConfig, folder: Any, family: str) -> dict[str, Any]:
-    """What of the engine responses and their account depend on, as it is here."""
+    """What of the engine responses and their account depend on, as it is here.
+
+    How much is computed at once (`max_num_seqs`, `prefill_chunk`, `data_parallel`) is not among it:
+    it changes rounding alone, as do the other requests that a response happens to decode beside,
+    which an interruption changes anyway.
+    """
     target = current_target()
     dtype = dtypes.resolve(config.dtype, family, target)
     int8 = config.weights == "int8" or convert.is_int8(folder)

@@ -40,6 +40,7 @@ Html = Annotated[
 _NOT_OF_HARNESS = (
     "temperature", "top_k", "top_p", "presence_penalty", "sampling_seed", "guided", "system",
     "html", "data", "allow_download", "accept", "judge", "judge_url", "judge_key_env",
+    "judge_max_tokens", "judge_temperature",
 )  # fmt: skip
 
 
@@ -119,13 +120,23 @@ def evaluate(
     judge_key_env: Annotated[
         str, typer.Option(help="Environment variable that holds its key.")
     ] = "OPENAI_API_KEY",
+    judge_max_tokens: Annotated[
+        str,
+        typer.Option(
+            help="Most tokens of its reply, thoughts too; none where its endpoint refuses that."
+        ),
+    ] = "1024",
+    judge_temperature: Annotated[
+        str, typer.Option(help="Its temperature; none where its endpoint refuses that.")
+    ] = "0",
     html: Html = True,
     json_: Json = False,
 ) -> None:
     """Evaluate a model on tasks: accuracy and attended tokens of the three arms.
 
-    A run that was interrupted goes on with the same command. More lengths, arms or examples may be
-    asked for in the same folder; any other setting needs another one. Tasks of
+    A run that was interrupted goes on with the same command, on the same kind of device and with
+    the same JAX. More lengths, arms or examples may be asked for in the same folder (of public data
+    only greater lengths); any other setting needs another one, also other tasks. Tasks of
     lm-evaluation-harness (lm_eval:TASK) have its metrics and no resumption.
     """
     from da_jax.cli import eval as command
@@ -144,6 +155,7 @@ def evaluate(
             public=command.Public(
                 data=data, allow_download=allow_download, accepted=frozenset(accept or ()),
                 judge=judge, judge_url=judge_url, judge_key_env=judge_key_env,
+                judge_max_tokens=judge_max_tokens, judge_temperature=judge_temperature,
             ),
             sampling=dict(
                 temperature=temperature, top_k=top_k, top_p=top_p,

@@ -87,7 +87,7 @@ def open_folder(
 
     Args:
       path: the folder; created.
-      settings: what responses depend on, in values that JSON can hold.
+      settings: what responses depend on, also device and versions, in values that JSON can hold.
       about: what else reports should know; of a folder that exists the old one stays.
 
     Raises:
@@ -204,7 +204,8 @@ def _agree(path: Path, settings: Mapping[str, Any], about: Mapping[str, Any]) ->
         ]
         raise ValueError(
             f"{path} holds responses that other settings made, which are not mixed; name another "
-            "folder, or use the settings that are there:\n" + "\n".join(lines)
+            "folder, or go on with the settings, device and versions that are there:\n"
+            + "\n".join(lines)
         )
 
 

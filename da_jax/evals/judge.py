@@ -1,7 +1,8 @@
 """A judge of free-form answers: a model behind any endpoint of the OpenAI chat form.
 
-A verdict is right or wrong. It is asked at temperature 0 and kept on disk, so that a run that goes
-on asks nothing twice. What cannot be judged is an error, never a score of 0.
+A verdict is right or wrong. It is asked at temperature 0 unless the endpoint refuses that, and kept
+on disk, so that a run that goes on asks nothing twice. What cannot be judged is an error, never a
+score of 0.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -49,6 +50,7 @@ or {{"reason": "one short sentence", "correct": false}}."""
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _LONGEST_WAIT = 60.0
+_LEFT_OUT = ("max_tokens", "temperature")  # some models refuse them
 
 
 class JudgeError(RuntimeError):
@@ -80,13 +82,14 @@ class Judge:
       cache: folder of verdicts; None keeps none.
       attempts: requests for one verdict before it is an error.
       timeout: seconds to wait for a reply.
-      max_tokens: most tokens of a reply; a model that thinks needs many.
+      max_tokens: most tokens of a reply; a model that thinks needs many. None leaves it out.
+      temperature: of the judge. None leaves it out, which an endpoint may insist on.
       backoff: seconds before the second attempt; doubled for each later one, to 60 at most. A
         `Retry-After` of the endpoint is heeded.
-      sleep: waits.
+      sleep: waits some seconds; by default until `stop` at most.
 
     Raises:
-      ValueError: an address that is none.
+      ValueError: an address that is none, or a number out of range.
     """
 
     model: str
@@ -95,9 +98,13 @@ class Judge:
     cache: Path | None = None
     attempts: int = 6
     timeout: float = 120.0
-    max_tokens: int = 1024
+    max_tokens: int | None = 1024
+    temperature: float | None = 0.0
     backoff: float = 1.0
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], object] | None = None
+    _stopped: threading.Event = dataclasses.field(
+        default_factory=threading.Event, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         parts = urllib.parse.urlsplit(self.url)
@@ -105,17 +112,30 @@ class Judge:
             raise ValueError("the judge's url must be http(s)://host…, such as https://host/v1")
         if parts.username or parts.password:
             raise ValueError(f"the judge's url holds a password; put it into ${self.key_env}")
-        if self.attempts < 1:
-            raise ValueError(f"attempts is {self.attempts}; it must be 1 or more")
+        if parts.query or parts.fragment:  # the url is stored with scores
+            raise ValueError(
+                "the judge's url has a ? or #; give the address before it alone, and a key in "
+                f"${self.key_env}"
+            )
+        for name in ("attempts", "max_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"the judge's {name} is {value}; it must be 1 or more")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise ValueError(f"the judge's temperature is {self.temperature}; it must be 0 or more")
 
     @property
-    def identity(self) -> dict[str, str]:
-        """Who judges: model, host of the endpoint, and the prompt's hash. Stored with scores."""
+    def identity(self) -> dict[str, Any]:
+        """Who judges: model, address, how it is asked, and the prompt's hash. Kept with scores."""
         return {
             "model": self.model,
-            "host": urllib.parse.urlsplit(self.url).netloc,
+            "url": self.url.rstrip("/"),
+            **{name: getattr(self, name) for name in _LEFT_OUT},
             "prompt_sha256": hashlib.sha256(PROMPT.encode()).hexdigest()[:16],
         }
+
+    def stop(self) -> None:
+        """Ends all waiting, in whatever thread; no verdict is asked any more."""
+        self._stopped.set()
 
     def score(self, question: str, reference: str, response: str) -> Score:
         """1 for a right response and 0 for a wrong one; an empty one is wrong unasked.
@@ -156,19 +176,17 @@ class Judge:
         return verdict
 
     def _ask(self, prompt: str) -> Verdict:
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "temperature": 0,
-            "max_tokens": self.max_tokens,
-        }
+        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
+        body |= {name: v for name in _LEFT_OUT if (v := getattr(self, name)) is not None}
         problem, wait = "", self.backoff
         for attempt in range(self.attempts):
             if attempt:
-                self.sleep(min(wait, _LONGEST_WAIT))
+                (self.sleep or self._stopped.wait)(min(wait, _LONGEST_WAIT))
                 wait = self.backoff * 2**attempt
+            if self._stopped.is_set():
+                raise JudgeError(f"the judge {self.model} was stopped before it gave a verdict")
             try:
-                return parse_verdict(_content(self._post(body)))
+                return self._read(self._post(body))
             except urllib.error.HTTPError as error:
                 problem = self._refusal(error)
                 if error.code not in _RETRIED:
@@ -191,6 +209,22 @@ class Judge:
         with _OPENER.open(request, timeout=self.timeout) as reply:
             return json.loads(reply.read())
 
+    def _read(self, reply: Any) -> Verdict:
+        """The verdict of a chat completion.
+
+        Raises:
+          ValueError: there is none.
+        """
+        try:
+            return parse_verdict(_content(reply))
+        except ValueError as error:
+            if not _cut_off(reply):
+                raise
+            raise ValueError(
+                f"the reply was cut off at {self.max_tokens or 'the endpoint’s limit of'} tokens, "
+                f"raise --judge-max-tokens: {error}"
+            ) from None
+
     def _key(self) -> str:
         """The key, without the newline that a file may leave at its end; empty if there is none."""
         key = os.environ.get(self.key_env, "").strip()
@@ -206,8 +240,14 @@ class Judge:
         """What an endpoint said, without the key, which some repeat."""
         with error:
             said = error.read(2000).decode("utf-8", "replace")
-        said = self._without_key(said)
         hint = f"; set ${self.key_env}" if error.code in (401, 403) else ""
+        if error.code in (400, 422):
+            refused = [n for n in _LEFT_OUT if n in said and getattr(self, n) is not None]
+            hint = "".join(
+                f"; if it takes no {name}, leave it out with --judge-{name.replace('_', '-')} none"
+                for name in refused
+            )
+        said = self._without_key(said)
         return f"the judge's endpoint answers {error.code}{hint}: {said!r}"
 
 
@@ -237,6 +277,14 @@ def _content(reply: Any) -> str:
     if not isinstance(content, str):
         raise ValueError(f"no chat completion: {reply!r}")
     return content
+
+
+def _cut_off(reply: Any) -> bool:
+    """Whether a chat completion ran into its limit of tokens."""
+    try:
+        return bool(reply["choices"][0]["finish_reason"] == "length")
+    except (KeyError, IndexError, TypeError):
+        return False
 
 
 def _retry_after(headers: Any) -> float:

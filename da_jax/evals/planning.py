@@ -290,6 +290,12 @@ def settings(selection: Selection, prompts: Prompts) -> dict[str, Any]:
     }
 
 
+def sources(selection: Selection) -> dict[str, dict[str, str]]:
+    """What each task asks, where its examples come from, and their licence, for reports."""
+    names = ("description", "origin", "licence")
+    return {task.name: {n: getattr(task, n) for n in names} for task in selection.tasks}
+
+
 def _where(case: Case, arm: Arm, size: int, selection: Selection) -> str:
     tokens = selection.tokens(case.task)
     return (

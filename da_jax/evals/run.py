@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import queue
+import threading
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, NamedTuple
 
 from da_jax.engine.request import Done, Event, ModeChange, Request, Response, SamplingParams
@@ -21,6 +23,7 @@ from da_jax.protocol.prompt import PromptMap
 
 if TYPE_CHECKING:
     from da_jax.engine.llm import LLM
+    from da_jax.engine.loop import Loop
 
 SCORERS = 8
 """Answers that are scored at a time; a judge takes seconds over each."""
@@ -40,8 +43,40 @@ class _Job(NamedTuple):
     focused: set[int]
 
 
+class _Scorers:
+    """Threads that score answers. Unlike those of an executor they do not outlive the program."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Score], Task, Example, str] | None]
+        self._jobs = queue.SimpleQueue()
+        for number in range(SCORERS):
+            threading.Thread(target=self._work, name=f"score-{number}", daemon=True).start()
+
+    def submit(self, task: Task, example: Example, answer: str) -> Future[Score]:
+        """Has an answer scored."""
+        future: Future[Score] = Future()
+        self._jobs.put((future, task, example, answer))
+        return future
+
+    def close(self) -> None:
+        """Begins no more; waits for nothing that is being scored."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
+        for _ in range(SCORERS):
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, task, example, answer = job
+            try:
+                future.set_result(task.score(example, answer))
+            except Exception as error:  # noqa: BLE001  it is raised where the result is taken
+                future.set_exception(error)
+
+
 def evaluate(
-    llm: LLM,
+    llm: LLM | None,
     selection: Selection,
     plan: Plan,
     prompts: Prompts,
@@ -54,10 +89,12 @@ def evaluate(
     """Makes the responses that a folder does not have yet.
 
     Every response is on disk as soon as it is scored. One whose scoring fails is kept unscored, and
-    scored when the run is resumed. An interruption loses what is being generated, no more.
+    scored when the run is resumed. An interruption ends it at once, and loses what is being
+    generated, no more.
 
     Args:
-      llm: the model, whose `max_model_len` every prompt and response fits.
+      llm: the model, whose `max_model_len` every prompt and response fits. None where no response
+        is missing, but scores are, see `unanswered`.
       plan: made from the same selection and prompts.
       sampling: how tokens are chosen; `max_tokens` and `seed` are set for each response.
       sampling_seed: with a temperature, the seed of all; the arms of an example share theirs.
@@ -66,21 +103,27 @@ def evaluate(
       How many responses of the plan are unscored.
 
     Raises:
-      ValueError: a prompt is not the one of a record that is there, or of an unscored response.
+      ValueError: a prompt is not the one of a record that is there, or of an unscored response; or
+        there is no model and responses are missing.
       RequestError: a request that cannot run.
     """
     planning.check_prompts(plan, folder.prompts)
     planning.check_prompts(plan, {k: r.prompt_sha256 for k, r in folder.unscored.items()})
+    if llm is None and (missing := unanswered(plan, folder)):
+        raise ValueError(f"{missing} responses are missing; give a model")
     runner = _Runner(llm, selection, prompts, folder, sampling or SamplingParams(), sampling_seed)
     done = sum(key in folder.prompts for key in plan.prompts)
     watch(folder, done)
-    with ThreadPoolExecutor(SCORERS, thread_name_prefix="score") as pool:
-        # An interruption ends it, once what is being scored is scored.
-        with contextlib.closing(runner.run(pool)) as steps:
-            for kept in steps:
-                done += kept
-                watch(folder, done)
+    with contextlib.closing(_Scorers()) as pool, contextlib.closing(runner.run(pool)) as steps:
+        for kept in steps:
+            done += kept
+            watch(folder, done)
     return sum(key in folder.unscored for key in plan.prompts)
+
+
+def unanswered(plan: Plan, folder: RunFolder) -> int:
+    """How many responses of a plan a folder does not have, neither scored nor unscored."""
+    return sum(key not in folder.prompts and key not in folder.unscored for key in plan.prompts)
 
 
 class _Runner:
@@ -88,45 +131,54 @@ class _Runner:
 
     def __init__(
         self,
-        llm: LLM,
+        llm: LLM | None,
         selection: Selection,
         prompts: Prompts,
         folder: RunFolder,
         sampling: SamplingParams,
         sampling_seed: int,
     ):
-        self._loop, self._selection, self._prompts = llm.loop, selection, prompts
+        self._loop = None if llm is None else llm.loop
+        self._selection, self._prompts = selection, prompts
         self._folder, self._sampling, self._sampling_seed = folder, sampling, sampling_seed
         self._pending: dict[int, _Job] = {}
         self._scoring: dict[Future[Score], tuple[Record, ...]] = {}
 
-    def run(self, pool: ThreadPoolExecutor) -> Generator[int, None, None]:
+    def run(self, pool: _Scorers) -> Generator[int, None, None]:
         """Asks and keeps everything; yields how many records there are more, now and then."""
         jobs, more = self._jobs(pool), True
         try:
             while more or self._pending or self._scoring:
-                while more and self._loop.room and len(self._scoring) < _WAITING:
+                while more and self._room():
                     job = next(jobs, None)
                     if more := job is not None:
-                        self._pending[self._loop.add(self._request(job))] = job
+                        self._pending[self._engine.add(self._request(job))] = job
                 if self._pending:
-                    if self._loop.idle:
+                    if self._engine.idle:
                         raise RuntimeError(f"requests {sorted(self._pending)} were lost by a fault")
-                    for event in self._loop.step():
+                    for event in self._engine.step():
                         self._take(event, pool)
-                else:
+                elif self._scoring:
                     wait(self._scoring, return_when=FIRST_COMPLETED)
                 if (kept := self._keep()) is not None:
                     yield kept
         finally:
             for number in self._pending:
-                self._loop.cancel(number)
+                self._engine.cancel(number)
             for records in self._scoring.values():
                 for record in records:
                     self._folder.keep_unscored(record, "interrupted")
-            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _jobs(self, pool: ThreadPoolExecutor) -> Iterator[_Job]:
+    @property
+    def _engine(self) -> Loop:
+        assert self._loop is not None  # `evaluate` saw that there is something to ask
+        return self._loop
+
+    def _room(self) -> bool:
+        """Whether one more example is taken up, to be answered or to be scored."""
+        return len(self._scoring) < _WAITING and (self._loop is None or self._loop.room > 0)
+
+    def _jobs(self, pool: _Scorers) -> Iterator[_Job]:
         """What is left to ask; answers that only lack a score are scored meanwhile."""
         for case in planning.cases(self._selection, self._prompts.count):
             wanted: dict[Arm, list[Arm]] = {}
@@ -150,7 +202,7 @@ class _Runner:
         params = dataclasses.replace(self._sampling, max_tokens=tokens, seed=seed)
         return Request(job.prompt, params, arm=job.asked)
 
-    def _take(self, event: Event, pool: ThreadPoolExecutor) -> None:
+    def _take(self, event: Event, pool: _Scorers) -> None:
         job = self._pending.get(event.request_id)
         if job is None:
             return
@@ -189,10 +241,10 @@ class _Runner:
         )
 
     def _score(
-        self, pool: ThreadPoolExecutor, task: Task, example: Example, records: tuple[Record, ...]
+        self, pool: _Scorers, task: Task, example: Example, records: tuple[Record, ...]
     ) -> None:
         """Begins to score one answer, which all of the records share."""
-        self._scoring[pool.submit(task.score, example, records[0].answer)] = records
+        self._scoring[pool.submit(task, example, records[0].answer)] = records
 
     def _keep(self) -> int | None:
         """Puts what is scored into the folder.

@@ -1,5 +1,6 @@
 """`da-jax eval` and `da-jax report`, in this process and on the engine of the other tests."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -94,6 +95,7 @@ def test_unscored_responses_are_told_and_fail_the_command(da_jax, monkeypatch, t
     assert "12 responses wait for a score" in (tmp_path / "report.md").read_text()
     monkeypatch.setattr(eval_tasks.Facts, "score", score_of)
     assert da_jax(*FACTS, "--out", tmp_path)[0] == 0
+    assert len(da_jax.loaded) == 1  # what lacks a score alone needs no model
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,8 @@ def test_unscored_responses_are_told_and_fail_the_command(da_jax, monkeypatch, t
         (("--suite", "facts", "--lengths", "2000", "--max-tokens", "9000"), "declares 8192"),
         (("--suite", "facts", "--model", "no-such"), "no folder"),
         (("--suite", "facts", "--style", "fancy"), "style 'fancy'"),
+        (("--suite", "facts", "--judge-max-tokens", "1.5"), "--judge-max-tokens is 1.5; give a"),
+        (("--suite", "facts", "--judge-temperature", "cold"), "'cold'; give a number, or none"),
         (("--suite", "lm_eval:ruler", "--temperature", "1"), "--temperature: tasks of lm-eval"),
         (
             ("--suite", "lm_eval:ruler", "--judge", "m", "--data", "d", "--accept", "longbench"),
@@ -153,8 +157,27 @@ def test_another_judge_is_another_setting(da_jax, tmp_path):
     assert (
         json.loads((tmp_path / "settings.json").read_text())["settings"]["judge"]["model"] == "one"
     )
-    code, _, err = da_jax(*judged, "--judge", "two")
+    code, _, err = da_jax(*judged, "--judge", "two", "--judge-max-tokens", "none")
     assert code == 1 and 'judge.model: "one" there, "two" now' in err
+    assert "judge.max_tokens: 1024 there, null now" in err
+
+
+def test_another_device_or_jax_is_not_mixed_in(da_jax, undisturbed, monkeypatch, tmp_path):
+    assert da_jax(*FACTS, "--arms", "da", "--out", tmp_path)[0] == 0
+    here = command.current_target()
+    monkeypatch.setattr(command, "current_target", lambda: dataclasses.replace(here, kind="TPU v9"))
+    monkeypatch.setattr(command.jax, "__version__", "0.99")
+    code, _, err = da_jax(*FACTS, "--arms", "da,vanilla", "--out", tmp_path)
+    assert code == 1 and 'device: "cpu" there, "TPU v9" now' in err
+    assert '"0.99" now' in err and "go on with the settings, device and versions that are" in err
+
+
+def test_where_the_examples_come_from_is_kept(da_jax, tmp_path):
+    assert da_jax(*FACTS, "--arms", "da", "--out", tmp_path)[0] == 0
+    about = json.loads((tmp_path / "settings.json").read_text())["about"]
+    assert about["sources"]["one"] == {
+        "description": "looks facts up", "origin": "generated", "licence": "Apache-2.0",
+    }  # fmt: skip
 
 
 def test_tasks_of_the_harness_say_which_model_answered(da_jax, monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 import http.server
 import json
 import threading
+import time
 
 import pytest
 
@@ -79,7 +80,8 @@ def test_a_score_says_who_judged_and_never_holds_the_key(endpoint, make):
     judge = make()
     score = judge.score("q", "r", "a")
     who = score.details["judge"]
-    assert who["model"] == "m" and who["host"].startswith("127.0.0.1:")
+    assert who["model"] == "m" and who["url"] == endpoint.url
+    assert (who["max_tokens"], who["temperature"]) == (1024, 0)
     assert len(who["prompt_sha256"]) == 16
     assert KEY not in json.dumps(score.details) + repr(judge)
 
@@ -157,14 +159,78 @@ def test_what_is_no_verdict_is_refused(reply):
         parse_verdict(reply)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "n"}, {"url": "https://api.openai.com/v2"}, {"max_tokens": None},
+        {"max_tokens": 64}, {"temperature": None}, {"temperature": 0.5},
+    ],
+)  # fmt: skip
+def test_how_a_judge_is_asked_is_part_of_who_it_is(other):
+    assert Judge(**{"model": "m"} | other).identity != Judge("m").identity
+    assert Judge("m", "https://api.openai.com/v1/").identity == Judge("m").identity
+
+
+def test_what_an_endpoint_refuses_can_be_left_out(endpoint, make):
+    endpoint.replies += [
+        (400, {"error": "'max_tokens' is not supported; 'temperature' does not support 0"}, {}),
+        (400, {"error": "'temperature' does not support 0"}, {}),
+        completion(RIGHT),
+    ]
+    with pytest.raises(JudgeError, match=r"--judge-max-tokens none.*--judge-temperature none"):
+        make().verdict("q", "r", "a")
+    with pytest.raises(JudgeError, match=r"takes no temperature") as error:
+        make(max_tokens=None).verdict("q", "r", "a")
+    assert "--judge-max-tokens" not in str(error.value)
+    assert make(max_tokens=None, temperature=None).verdict("q", "r", "a").correct
+    sent = [body.keys() & {"max_tokens", "temperature"} for _, _, body in endpoint.seen]
+    assert sent == [{"max_tokens", "temperature"}, {"temperature"}, set()]
+
+
+def test_a_reply_that_is_cut_off_says_how_to_get_a_longer_one(endpoint, make):
+    status, reply, headers = completion("<think>Well, the")
+    reply["choices"][0]["finish_reason"] = "length"
+    endpoint.replies.append((status, reply, headers))
+    with pytest.raises(JudgeError, match=r"cut off at 64 tokens, raise --judge-max-tokens"):
+        make(attempts=1, max_tokens=64).verdict("q", "r", "a")
+
+
+def test_a_judge_that_is_stopped_waits_no_more(endpoint):
+    endpoint.replies += [(503, b"down", {"Retry-After": "60"})]
+    judge = Judge("m", endpoint.url, key_env="A_KEY")
+    failed = []
+
+    def ask():
+        with pytest.raises(JudgeError, match="was stopped") as error:
+            judge.verdict("q", "r", "a")
+        failed.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    while not endpoint.seen:
+        time.sleep(0.01)
+    judge.stop()
+    thread.join(10)
+    assert failed and len(endpoint.seen) == 1
+
+
 def test_another_prompt_is_another_judge(monkeypatch):
     before = Judge("m").identity
     monkeypatch.setattr(judge_lib, "PROMPT", "Other words: {question} {reference} {response}")
     assert Judge("m").identity["prompt_sha256"] != before["prompt_sha256"]
 
 
-@pytest.mark.parametrize("url", ["ftp://x/v1", "localhost:8000", "https://user:word@x/v1"])
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://x/v1", "localhost:8000", "https://user:word@x/v1", "https://x/v1?key=word"],
+)
 def test_a_bad_address_is_refused_without_repeating_it(url):
     with pytest.raises(ValueError, match="judge's url") as error:
         Judge("m", url)
     assert "word" not in str(error.value).replace("password", "")
+
+
+@pytest.mark.parametrize("bad", [{"attempts": 0}, {"max_tokens": 0}, {"temperature": -1.0}])
+def test_numbers_of_a_judge_out_of_range_are_refused(bad):
+    with pytest.raises(ValueError, match=f"the judge's {next(iter(bad))} is"):
+        Judge("m", **bad)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from support import eval_tasks
 from da_jax.checkpoints.tiny import language as lang
 from da_jax.engine.request import SamplingParams
 from da_jax.evals import folder as folder_module
-from da_jax.evals import planning
+from da_jax.evals import planning, run
 from da_jax.evals.task import Group, Score
 from da_jax.protocol.modes import Arm
 
@@ -132,6 +133,60 @@ def test_a_response_outlives_its_judge(lab, tmp_path):
     records = lab.records(tmp_path)
     assert len(records) == 18
     assert all(r.score == 1 and r.score_details == {"judge": "me"} for r in records.values())
+
+
+def test_scores_alone_need_no_model(lab, tmp_path):
+    task = Judged("one", "one", Group.SINGLE)
+    selection = lab.selection(tasks=(task,))
+    assert lab.run(tmp_path, selection) == 6
+    plan = planning.make(selection, lab.prompts)
+    task.down = False
+    with lab.folder(tmp_path, selection) as folder:
+        assert run.unanswered(plan, folder) == 0
+        assert run.evaluate(None, selection, plan, lab.prompts, folder) == 0
+        more = planning.make(lab.selection(), lab.prompts)
+        with pytest.raises(ValueError, match="18 responses are missing; give a model"):
+            run.evaluate(None, lab.selection(), more, lab.prompts, folder)
+    assert len(lab.records(tmp_path)) == 18
+
+
+def test_an_interruption_waits_for_no_judge(lab, tmp_path):
+    held = threading.Event()
+
+    class Slow(eval_tasks.Facts):
+        def score(self, example, answer):
+            if example.index:
+                held.wait(300)
+            return super().score(example, answer)
+
+    def watch(folder, done):
+        if done:
+            raise KeyboardInterrupt
+
+    begun = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            lab.run(tmp_path, lab.selection(tasks=(Slow("one", "one", Group.SINGLE),)), watch=watch)
+    finally:
+        held.set()
+    assert time.monotonic() - begun < 200
+    lab.llm.loop.step()  # tells of what was cancelled
+    assert lab.llm.loop.idle
+
+
+def test_the_program_ends_while_answers_are_scored():
+    code = """
+import threading, types
+from da_jax.evals import run
+started, task = threading.Event(), types.SimpleNamespace()
+task.score = lambda example, answer: (started.set(), threading.Event().wait(300))
+scorers = run._Scorers()
+for _ in range(20):
+    scorers.submit(task, None, "")
+started.wait()
+scorers.close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_a_fault_in_a_scorer_ends_the_run_and_loses_nothing(lab, tmp_path):

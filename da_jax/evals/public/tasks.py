@@ -111,7 +111,8 @@ class PublicTask(FiniteTask):
     def __init__(self, name: str, kind: _Kind, options: PublicOptions) -> None:
         source = SOURCES[kind.source]
         self.name, self.group, self.description = name, kind.group, kind.description
-        self.origin, self.licence = source.home, source.licence
+        self.origin = source.home
+        self.licence = "; ".join(filter(None, (source.licence, source.terms)))
         self.max_tokens = 2048
         self._kind, self._options, self._source = kind, options, source
         if kind.metric == "judge" and options.judge is None:
