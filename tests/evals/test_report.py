@@ -39,7 +39,8 @@ def record(rng, task, length, index, arm) -> Record:
     tokens["global"] += 1
     return Record(
         task=task, group=TASKS[task], length=length, seed=0, index=index, arm=arm,
-        prompt_sha256="0" * 64, chunks=9, prompt_tokens=length + int(rng.integers(9)),
+        prompt_sha256=f"{task} {length} {index} {arm}", chunks=9,
+        prompt_tokens=length + int(rng.integers(9)),
         completion_tokens=sum(tokens.values()),
         finish_reason="length" if rng.random() < 0.15 else "stop",
         text=f"{arm} {EVIL}", answer=EVIL, token_ids=(1,), expected=("yes",),
@@ -201,6 +202,32 @@ def test_savings_are_told_with_who_carries_them(records, written):
         assert (task in costs) == (saved[task] < 0)
 
 
+def test_controls_that_cost_more_are_told_apart():
+    more = lambda task, group: {"task": task, "group": group, "ratio": 1.25}
+    text = "da attends more tokens than vanilla in "
+    assert document._costs([]) == f"{text}no source."
+    assert document._costs([more("a", "multi"), more("c", "control")]) == (
+        f"{text}1 source: a (1.25 times); and in 1 control: c (1.25 times)."
+    )
+    assert document._costs([more("a", "multi"), more("b", "single")]) == (
+        f"{text}2 sources: a (1.25 times), b (1.25 times)."
+    )
+
+
+@pytest.mark.parametrize(("n", "most"), [(1, 0.95), (2, 0.776), (14, 0.193), (300, 0.00994)])
+def test_pairs_that_score_the_same_say_how_many_may_not(n, most):
+    scipy_stats = pytest.importorskip("scipy.stats")
+    exact = scipy_stats.binomtest(0, n, alternative="less").proportion_ci(0.95, "exact").high
+    assert most == pytest.approx(exact, rel=2e-3)
+    arms = {"da": {"accuracy": {"value": 1.0}}}
+    versus = {"da/vanilla": {"differing": 0, "pairs": n}}
+    model = {"da_only": False, "all": {"macro": {"arms": arms, "compared": versus}}}
+    (said,) = document._no_difference(model, 0.95)
+    assert f"up to {exact:.1%} of such pairs may differ (95% confidence)" in said
+    assert ("in the one pair that there is" in said and "with 1 pair of" in said) == (n == 1)
+    assert (f"in all of {n} pairs." in said and f"with {n} pairs of" in said) == (n > 1)
+
+
 def test_what_did_not_end_is_left_out_with_its_whole_example(records, written):
     endless = {r.key[:3] for r in records if r.finish_reason == "length"}
     kept = [r for r in records if r.key[:3] not in endless]
@@ -217,12 +244,12 @@ def test_what_did_not_end_is_left_out_with_its_whole_example(records, written):
 def test_a_break_even_length_lies_between_measured_ones(tmp_path):
     rng = np.random.default_rng(6)
 
-    def rows_with(ratios):
-        """Rows of `key` in which da attends that many times what vanilla does, by length."""
+    def rows_with(ratios, task="key"):
+        """Rows of a task in which da attends that many times what vanilla does, by length."""
         made = []
         for length, ratio in ratios.items():
             for arm in ("vanilla", "da"):
-                one = rows.row(record(rng, "key", length, 0, arm))
+                one = rows.row(record(rng, task, length, 0, arm))
                 tokens = length * (ratio if arm == "da" else 1)
                 numbers = {**one.numbers, "attended": tokens}
                 made.append(dataclasses.replace(one, numbers=numbers))
@@ -230,12 +257,24 @@ def test_a_break_even_length_lies_between_measured_ones(tmp_path):
 
     # 1,000 - 0.2 x 1,000 more at 1,000 and 0.4 x 2,000 fewer at 2,000: a fifth of the way.
     assert figures.break_even(rows_with({1000: 1.2, 2000: 0.6})) == {
-        "tokens": pytest.approx(1200), "status": "measured",
+        "tokens": pytest.approx(1200), "status": "measured", "sources": 1,
     }  # fmt: skip
     assert figures.break_even(rows_with({1000: 0.9, 2000: 0.6}))["status"] == "below"
     none = {"tokens": None, "status": "none"}
-    assert figures.break_even(rows_with({1000: 0.9, 2000: 1.6})) == none
-    assert figures.break_even({}) == none
+    assert figures.break_even(rows_with({1000: 0.9, 2000: 1.6})) == none | {"sources": 1}
+    assert figures.break_even({}) == none | {"sources": 0}
+    # What was measured at one length alone says nothing of the others.
+    whole = rows_with({1000: 1.2, 2000: 0.6})
+    parts = rows_with({1000: 9.0}, "walk") | rows_with({2000: 0.1}, "talk")
+    assert figures.break_even(whole | parts) == figures.break_even(whole)
+    assert figures.break_even(parts) == none | {"sources": 0}
+    unit = {"arms": {"da": {"sources": 3}}}
+    text = document._break_even({"macro": figures.break_even(whole | parts)}, unit)
+    assert "1 of 3 sources, those measured at every length, 1,200." in text
+    # Here the arms were not asked at the same lengths.
+    apart = [r for r in [*whole["key"], *rows_with({4000: 9.0})["key"]] if r.arm == "da"]
+    apart += [r for r in whole["key"] if r.arm == "vanilla"]
+    assert figures.break_even({"key": apart}) == figures.break_even(whole)
 
 
 def numbers_in(value):
@@ -276,6 +315,46 @@ def test_responses_without_decode_steps_have_a_report(records, tmp_path):
     found = json.loads((tmp_path / "report.json").read_text())["models"][0]["all"]["macro"]
     assert found["arms"]["da"]["attended_of_own_vanilla"] is None
     assert found["compared"]["da/vanilla"]["attended"] is None
+    text = (tmp_path / "report.md").read_text()
+    assert "vanilla attends nothing in the examples that da has too" in text
+    assert "have no example in common" not in text
+
+
+def test_what_is_missing_from_the_folder_is_said(records, tmp_path):
+    run = write_run(tmp_path / "run", [one for one in records if one.arm == "da"])
+    report.write([run], tmp_path, page=False)
+    text = (tmp_path / "report.md").read_text()
+    assert "da and vanilla have no example in common" in text
+    assert "count as independent" not in text and "where the examples come from" not in text
+
+
+def test_an_example_that_was_asked_twice_is_told(records, tmp_path):
+    same = [dataclasses.replace(r, prompt_sha256="1" * 64) for r in records if r.index < 1]
+    twice = len(same) - len({(r.task, r.arm) for r in same})
+    others = [one for one in records if one.index >= 1]
+    report.write([write_run(tmp_path / "run", [*others, *same])], tmp_path, page=False)
+    assert f"{twice} responses answer a prompt that another" in (tmp_path / "report.md").read_text()
+
+
+def test_sources_are_shown_with_their_licence_and_their_pages(records, written, tmp_path):
+    run = write_run(tmp_path / "run", records)
+    known = json.loads((run / "settings.json").read_text())
+    known["about"]["sources"] = {
+        "key": {"description": "finds a key", "origin": "https://x/y", "licence": "cc-by-sa-4.0"}
+    }
+    (run / "settings.json").write_text(json.dumps(known))
+    sections = document.sections(report.build([run]))
+    (origins,) = [s for s in sections if s.title.endswith("where the examples come from")]
+    assert origins.table.rows == (("key", "finds a key", "https://x/y", "cc-by-sa-4.0"),)
+    (table,) = [s.table for s in sections if s.title.endswith(": sources")]
+    places = {name: place for place, name in enumerate(table.columns)}
+    for row in table.rows:
+        for arm in ARMS:
+            read = brute(records, (row[0],), arm, lambda r: r.summary["read"]["total"])
+            assert row[places[f"read {arm}"]] == f"{read:,.0f}"
+        pairs = paired(records, row[0], "da", "vanilla")
+        ours, theirs = (mean(p[i].summary["read"]["total"] for p in pairs) for i in (0, 1))
+        assert row[places["read da/vanilla"]] == f"{ours / theirs:.1%}"
 
 
 class Tags(html.parser.HTMLParser):

@@ -73,7 +73,10 @@ def write(paths: Sequence[Path], out: Path, *, page: bool = True) -> dict[str, A
 
 def _model(path: Path) -> dict[str, Any]:
     settings, about = folders.read_settings(path)
-    found = [rows.row(record) for record in folders.read_records(path)]
+    found, asked = [], set()
+    for record in folders.read_records(path):
+        found.append(rows.row(record))
+        asked.add((record.task, record.arm, record.prompt_sha256))
     order = {task: place for place, task in enumerate(settings["tasks"])}
     found.sort(key=lambda row: (order.get(row.task, len(order)), row.example))
     if not found:
@@ -85,6 +88,7 @@ def _model(path: Path) -> dict[str, Any]:
         "about": about,
         "da_only": bool(settings.get("style", {}).get("da_only")),
         "unscored": folders.count_unscored(path),
+        "repeated": len(found) - len(asked),
         "examples": {
             arm: number
             for arm in rows.ARMS

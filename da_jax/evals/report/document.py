@@ -37,7 +37,7 @@ def sections(report: Figures) -> list[Section]:
     found = [
         Section("Evaluation", 1, (_head(report),)),
         Section("All sources", table=_summary(models, "all")),
-        Section("Read this first", points=tuple(_notes(models))),
+        Section("Read this first", points=tuple(_notes(models, report["level"]))),
         Section(
             "Groups of sources",
             paragraphs=("Controls are not expected to gain, and are in no mean over all sources.",),
@@ -93,7 +93,7 @@ def _of_model(model: Figures) -> Iterator[Section]:
     )
     yield Section(
         f"{name}: lengths",
-        paragraphs=(_break_even(figures["break_even"]),),
+        paragraphs=(_break_even(figures["break_even"], figures["macro"]),),
         table=_lengths(figures["lengths"]),
     )
     yield Section(
@@ -114,6 +114,8 @@ def _of_model(model: Figures) -> Iterator[Section]:
     )
     if model["lost"]:
         yield Section(f"{name}: what declarations lost", table=_lost(model["lost"]))
+    if origins := model["about"].get("sources"):
+        yield Section(f"{name}: where the examples come from", table=_origins(origins))
     yield Section(f"{name}: settings", table=_settings(model))
 
 
@@ -175,6 +177,7 @@ def _arms_of(unit: Figures, first: tuple[str, ...]) -> Iterator[tuple[str, ...]]
 def _sources(found: Sequence[Figures]) -> Table:
     columns = ("source", "group", "n", "prompt", *(f"accuracy {arm}" for arm in ARMS),
                "da less vanilla", *(f"attended {arm}" for arm in ARMS), "da/vanilla", "da/unmasked",
+               *(f"read {arm}" for arm in ARMS), "read da/vanilla",
                *(f"steps {arm}" for arm in ARMS))  # fmt: skip
     rows = []
     for one in found:
@@ -187,6 +190,8 @@ def _sources(found: Sequence[Figures]) -> Table:
             *(count(arms[arm]["attended"]) if arm in arms else NONE for arm in ARMS),
             *(share((compared.get(f"da/{arm}") or {}).get("attended"))
               for arm in ("vanilla", "unmasked")),
+            *(count(arms[arm]["read"]) if arm in arms else NONE for arm in ARMS),
+            share((compared.get("da/vanilla") or {}).get("read")),
             *(count(arms[arm]["steps"], 1) if arm in arms else NONE for arm in ARMS),
         ))  # fmt: skip
     return Table(columns, tuple(rows), 2)
@@ -253,9 +258,17 @@ def _lost(found: Sequence[Figures]) -> Table:
     return Table(columns, tuple(tuple(map(_short, row)) for row in rows), len(columns))
 
 
+def _origins(sources: Figures) -> Table:
+    columns = ("source", "description", "origin", "licence")
+    rows = tuple((name, *(_short(one[c]) for c in columns[1:])) for name, one in sources.items())
+    return Table(columns, rows, len(columns))
+
+
 def _settings(model: Figures) -> Table:
     rows = []
     for name, value in {**model["about"], **model["settings"]}.items():
+        if name == "sources":  # a section of their own
+            continue
         if name == "style":
             value = value.get("name")
         if isinstance(value, Mapping):
@@ -266,9 +279,9 @@ def _settings(model: Figures) -> Table:
     return Table(("setting", "value"), tuple(rows), 2)
 
 
-def _notes(models: Sequence[Figures]) -> Iterator[str]:
+def _notes(models: Sequence[Figures], level: float) -> Iterator[str]:
     for model in models:
-        for note in _notes_of(model):
+        for note in (*_notes_of(model), *_no_difference(model, level)):
             yield f"{model['name']}: {note}"
 
 
@@ -286,6 +299,12 @@ def _notes_of(model: Figures) -> Iterator[str]:
         )
     if model["unscored"]:
         yield f"{model['unscored']} responses wait for a score and are in no figure."
+    if model["repeated"]:
+        yield (
+            f"{model['repeated']} responses answer a prompt that another of the same source and "
+            "arm answers, at another length or as another example: they count as independent, and "
+            "the intervals are too narrow."
+        )
     if len(set(model["examples"].values())) > 1:
         asked = ", ".join(f"{arm} {number}" for arm, number in model["examples"].items())
         yield (
@@ -304,19 +323,35 @@ def _notes_of(model: Figures) -> Iterator[str]:
         )
     if not any(arm["accuracy"]["value"] for arm in main["arms"].values()):
         yield "no answer is right in any arm, so that nothing is said of what declarations cost."
+
+
+def _no_difference(model: Figures, level: float) -> Iterator[str]:
+    """What pairs that all score the same can and cannot say."""
+    main = model["all"]["macro"]
+    if not any(arm["accuracy"]["value"] for arm in main["arms"].values()):
         return
     for name, versus in main["compared"].items():
-        if not versus["differing"] and not (model["da_only"] and name == "unmasked/vanilla"):
-            yield (
-                f"{name.replace('/', ' and ')} score the same in all of {versus['pairs']} pairs. "
-                f"The interval of a bootstrap is then empty, and means little: with "
-                f"{versus['pairs']} pairs, up to {3 / versus['pairs']:.1%} of all may differ."
-            )
+        if versus["differing"] or (model["da_only"] and name == "unmasked/vanilla"):
+            continue
+        n = versus["pairs"]
+        same = f"in all of {n} pairs" if n > 1 else "in the one pair that there is"
+        most = 1 - (1 - level) ** (1 / n)  # none of n is then as rare as 1 - level
+        yield (
+            f"{name.replace('/', ' and ')} score the same {same}. The interval of a bootstrap is "
+            f"then empty, and means little: with {n} pair{'s' * (n > 1)} of all sources together, "
+            f"up to {most:.1%} of such pairs may differ ({level:.0%} confidence). That is of "
+            "pairs, not of the accuracy, which is a mean over sources."
+        )
 
 
 def _saving(saving: Figures) -> str:
-    if saving["reduction"] is None:
+    if not saving["top"]:
         return "da and vanilla have no example in common, so that nothing is said of savings."
+    if saving["reduction"] is None:
+        return (
+            "vanilla attends nothing in the examples that da has too (its responses are of one "
+            "token), so that nothing is said of savings."
+        )
     text = f"Over all sources da attends {1 - saving['reduction']:.1%} of what vanilla does"
     if saving["mean_of_sources"] is not None:
         text += f", in the mean of the sources' ratios {saving['mean_of_sources']:.1%}"
@@ -328,13 +363,21 @@ def _saving(saving: Figures) -> str:
 
 
 def _costs(found: Sequence[Figures]) -> str:
+    """In which sources and, apart from them, controls `da` attends more than `vanilla`."""
+    controls = [one for one in found if one["group"] == "control"]
+    sources = [one for one in found if one["group"] != "control"]
+    text = f"da attends more tokens than vanilla in {_named('source', sources)}"
+    return f"{text}; and in {_named('control', controls)}." if controls else f"{text}."
+
+
+def _named(what: str, found: Sequence[Figures]) -> str:
     if not found:
-        return "In no source does da attend more tokens than vanilla."
+        return f"no {what}"
     listed = ", ".join(f"{one['task']} ({one['ratio']:.2f} times)" for one in found)
-    return f"da attends more tokens than vanilla in {len(found)} sources: {listed}."
+    return f"{len(found)} {what}{'s' * (len(found) > 1)}: {listed}"
 
 
-def _break_even(found: Figures) -> str:
+def _break_even(found: Figures, macro: Figures) -> str:
     said = []
     for name, one in found.items():
         words = {
@@ -342,7 +385,11 @@ def _break_even(found: Figures) -> str:
             "below": "below the shortest length",
             "none": "none measured",
         }[one["status"]]
-        said.append(f"{'all sources' if name == 'macro' else name} {words}")
+        if name == "macro":
+            name, total = "all sources", max(arm["sources"] for arm in macro["arms"].values())
+            if one["sources"] < total:
+                name = f"{one['sources']} of {total} sources, those measured at every length,"
+        said.append(f"{name} {words}")
     return (
         "Length from which on da attends fewer tokens than vanilla, between measured lengths by "
         f"linear interpolation: {', '.join(said)}."

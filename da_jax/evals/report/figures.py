@@ -24,8 +24,8 @@ def slice_of(rows: Sequence[Row]) -> dict[str, Any]:
 
     Returns:
       `sources` and `lengths`, lists; `groups`, by name, and `macro`, over all sources but controls
-      unless there are no others; each with `arms` and `compared`. `break_even`, `costs_more` and
-      `saving` compare `da` with `vanilla`.
+      unless there are no others; each with `arms` and `compared`. `break_even`, `costs_more` (of
+      all sources) and `saving` compare `da` with `vanilla`.
     """
     sources = by_source(rows)
     plain = {name: found for name, found in sources.items() if found[0].group != "control"}
@@ -135,21 +135,24 @@ def compare(sources: Sources, one: str, other: str) -> dict[str, Any] | None:
 def break_even(sources: Sources) -> dict[str, Any]:
     """The length from which on `da` attends fewer tokens than `vanilla`.
 
+    Only sources count that were measured at every length, so that lengths differ in nothing else.
+
     Returns:
-      `tokens`, None unless it lies between measured lengths, and `status`: `measured`, `below` the
-      shortest length, or `none` where it attends no fewer at the longest one.
+      `tokens`, None unless it lies between measured lengths; `status`: `measured`, `below` the
+      shortest length, or `none` where it attends no fewer at the longest one, or nothing was
+      measured; and `sources`, how many count.
     """
-    lengths, differences = [], []
-    for length, found in sorted(_by_length(sources).items()):
-        pairs = _pairs(found, "da", "vanilla")
-        if pairs:
-            lengths.append(length)
-            differences.append(
-                float(np.mean([np.mean([_more(a, b) for a, b in p]) for p in pairs.values()]))
-            )
-    at = stats.crossing(lengths, differences)
+    pairs = {length: _pairs(f, "da", "vanilla") for length, f in _by_length(sources).items()}
+    pairs = {length: found for length, found in pairs.items() if found}
+    whole = set[str].intersection(*map(set, pairs.values())) if pairs else set()
+    differences = [
+        float(np.mean([np.mean([_more(a, b) for a, b in found[name]]) for name in sorted(whole)]))
+        for found in pairs.values()
+        if whole
+    ]
+    at = stats.crossing(list(pairs), differences)
     status = "none" if at is None else "measured" if at else "below"
-    return {"tokens": at or None, "status": status}
+    return {"tokens": at or None, "status": status, "sources": len(whole)}
 
 
 def costs_more(sources: Sources) -> list[dict[str, Any]]:
@@ -158,7 +161,8 @@ def costs_more(sources: Sources) -> list[dict[str, Any]]:
     for name in sources:
         figures = compare({name: sources[name]}, "da", "vanilla")
         if figures and (figures["attended"] or 0) > 1:
-            found.append({"task": name, "ratio": figures["attended"]})
+            group = sources[name][0].group
+            found.append({"task": name, "group": group, "ratio": figures["attended"]})
     return sorted(found, key=lambda one: -one["ratio"])
 
 
@@ -167,7 +171,8 @@ def saving(sources: Sources) -> dict[str, Any]:
 
     Returns:
       `reduction`, of the means over sources; `mean_of_sources`, of their ratios da/vanilla; `top`,
-      the names of the two sources that save most; `top_share`, their share of all that is saved;
+      the names of the two sources that save most, none where no example is in both arms;
+      `top_share`, their share of all that is saved;
       `reduction_without_top`.
     """
     pairs = _pairs(sources, "da", "vanilla")
