@@ -238,8 +238,9 @@ def roofline(
         int, typer.Option(help="measured: chips that share the model.")
     ] = DEFAULT.tensor_parallel,
     page_size: Annotated[
-        int, typer.Option(help="measured: tokens of a KV page.")
-    ] = DEFAULT.page_size,
+        int | None,
+        typer.Option(help="measured: tokens of a KV page; of a trace or records theirs, else 64."),
+    ] = None,
     weights: Weights = DEFAULT.weights,
     kv_dtype: KvDtype = DEFAULT.kv_dtype,
     mfu: Annotated[float, typer.Option(help="Share of peak operations: an assumption.")] = 0.4,

@@ -82,7 +82,7 @@ def run(options: Options) -> None:
     console = Console(stderr=options.json)  # with --json, standard output holds one object only
     response = _show(first, events, console)
     if options.trace:
-        write_trace(response, options.trace)
+        write_trace(response, config.page_size, options.trace)
     if options.json:
         print(json.dumps(summary(response, llm.compilations_after_warmup)))
     else:
@@ -144,10 +144,11 @@ def summary(response: Response, compilations: int) -> dict[str, Any]:
     }
 
 
-def write_trace(response: Response, path: Path) -> None:
+def write_trace(response: Response, page_size: int, path: Path) -> None:
     """Writes the account of every decode step, and its sums, as one JSON object."""
     steps = [step._asdict() | {"mode": step.mode.value} for step in response.steps]
-    path.write_text(json.dumps({"summary": response.summary, "steps": steps}) + "\n")
+    written = {"page_size": page_size, "summary": response.summary, "steps": steps}
+    path.write_text(json.dumps(written) + "\n")
 
 
 @contextmanager

@@ -15,6 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from da_jax.checkpoints import known
+from da_jax.cli.options import DEFAULT
+from da_jax.evals import folder
+from da_jax.evals.records import Record
 from da_jax.kernels import chips
 from da_jax.protocol.modes import Mode
 from da_jax.roofline import grid, paper, plot
@@ -24,6 +27,7 @@ from da_jax.roofline.step import Machine
 CONVENTIONS = ("paper", "measured")
 _CONTEXTS = (8_192, 32_768, 131_072)
 _BATCHES = (1, 8, 32)
+_ARMS = ("da", "unmasked", "vanilla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Options:
     seen: str | None
     more_steps: float
     tensor_parallel: int
-    page_size: int
+    page_size: int | None
     weights: str
     kv_dtype: str
     mfu: float
@@ -144,17 +148,17 @@ def _measured(options: Options) -> None:
         raise ValueError(f"--weights is {options.weights!r}; it must be auto or int8")
     if options.plot:
         plot.check(options.plot)
+    page_size = _page_size(options)
     model = options.model or "gemma-4-31B"
     found = known.find(model)
     machine = Machine(
         found.config, chips.named(options.chip), devices=options.tensor_parallel,
-        page_size=options.page_size, int8=options.weights == "int8" or found.int8,
+        page_size=page_size, int8=options.weights == "int8" or found.int8,
         kv_dtype=options.kv_dtype, mfu=options.mfu, mbu=options.mbu,
     )  # fmt: skip
     batches = options.batch or list(_BATCHES)
     if options.records:
-        rows, arms = _of_records(options.records, machine, batches)
-        told = [f"Mean responses of {options.records}, arms in turn: {', '.join(arms)}."]
+        rows, told = _of_records(options.records, machine, batches)
     else:
         rows, told = _of_workload(options, machine, batches)
     told += grid.findings(rows)
@@ -171,9 +175,9 @@ def _of_workload(
     options: Options, machine: Machine, batches: list[int]
 ) -> tuple[list[grid.Row], list[str]]:
     """Rows of a trace, of sums, or of a mix of modes, and what they stand for."""
-    page = options.page_size
+    page = machine.page_size
     if options.trace:
-        response = load.from_trace(options.trace)
+        response = load.from_trace(options.trace, page)
         rows = [grid.row(dataclasses.replace(machine, batch=batch), response) for batch in batches]
         return rows, [f"The steps of {options.trace} against the same with everything visible."]
     contexts = options.context or list(_CONTEXTS)
@@ -201,23 +205,61 @@ def _of_workload(
     return grid.rows(machine, contexts, batches, of_mix, options.more_steps), [told, *gains]
 
 
+def _page_size(options: Options) -> int:
+    """Tokens of a page: those of the run that a trace or records come from, else what is given.
+
+    Raises:
+      ValueError: another number is given, or the folder or trace is none.
+    """
+    known, path = None, options.trace or options.records
+    if options.trace:
+        known = load.page_size_of_trace(options.trace)
+    elif options.records:
+        settings, _ = folder.read_settings(options.records)
+        known = settings.get("engine", {}).get("page_size")
+    given = options.page_size
+    if given is not None and known not in (None, given):
+        raise ValueError(
+            f"--page-size is {given}, but the pages of {path} have {known} tokens; leave it out"
+        )
+    return known or given or DEFAULT.page_size
+
+
 def _of_records(
     path: Path, machine: Machine, batches: list[int]
 ) -> tuple[list[grid.Row], list[str]]:
-    """Rows of the mean response of each arm of an evaluation."""
-    from da_jax.evals.folder import read_records
+    """Rows of the mean response of each arm of an evaluation, and what they stand for.
 
-    by_arm: dict[str, list[Any]] = {}
-    for record in read_records(path):
-        by_arm.setdefault(record.arm, []).append(record)
+    A response is compared with that of the arm `vanilla`, over the examples that both arms have.
+    """
+    found: dict[str, dict[Any, Record]] = {arm: {} for arm in _ARMS}
+    for record in folder.read_records(path):
+        found[record.arm][record.key[:3]] = record
+    by_arm = {arm: records for arm, records in found.items() if records}
     if not by_arm:
         raise ValueError(f"{path} holds no records of an evaluation")
-    rows = [
-        grid.row(dataclasses.replace(machine, batch=batch), load.from_records(records))
-        for records in by_arm.values()
-        for batch in batches
-    ]
-    return rows, list(by_arm)
+    told = [f"Mean responses of {path}, each against the one of the arm vanilla."]
+    if "vanilla" not in by_arm:
+        told = [f"Mean responses of {path}, each against the same with everything visible."]
+    elif folder.read_settings(path)[0].get("style", {}).get("da_only"):
+        told.append("The checkpoint knows only the DA prompt: its arm vanilla is the unmasked one.")
+    rows: list[grid.Row] = []
+    for arm, records in by_arm.items():
+        common = [key for key in records if key in by_arm.get("vanilla", records)]
+        if not common:
+            raise ValueError(f"{path}: the arms {arm} and vanilla have no example in common")
+        if len(common) < len(records):
+            told.append(
+                f"Of {arm} {len(common)} of {len(records)} responses, those vanilla has too."
+            )
+        mean = lambda of, common=common: load.from_records(
+            [of[key] for key in common], machine.page_size
+        )
+        own, vanilla = mean(records), mean(by_arm["vanilla"]) if "vanilla" in by_arm else None
+        for batch in batches:
+            many = dataclasses.replace(machine, batch=batch)
+            rows.append(grid.row(many, own, vanilla=vanilla, arm=arm))
+    return rows, told
 
 
 def _shares(text: str | None, usual: Any) -> dict[Mode, float]:
@@ -257,21 +299,25 @@ def _json(
 
 def _print(model: str, machine: Machine, rows: list[grid.Row], told: list[str]) -> None:
     devices = f"{machine.devices} x " if machine.devices > 1 else ""
+    arms = any(row.arm for row in rows)
     table = Table(
         title=f"{model} on {devices}{machine.chip.name}, estimated with {machine.mfu:.0%} of peak "
         f"operations and {machine.mbu:.0%} of bandwidth.\nA decode step in milliseconds, all "
         "visible and with declarations; ratios of a step and of a response.",
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=(0, 0 if arms else 1, 0, 0),  # 80 columns hold all of them
     )
+    if arms:
+        table.add_column("arm", no_wrap=True)
     for name in (
         "context", "batch", "visible", "declared", "step", "response", "at best", "bound", "fits"
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            f"{row.context:,.0f}", f"{row.batch}", f"{row.visible_step_ms:,.2f}",
+            *([row.arm] if arms else []), f"{row.context:,.0f}", f"{row.batch}",
+            f"{row.visible_step_ms:,.2f}",
             f"{row.declared_step_ms:,.2f}", f"{row.step_ratio:.2f}", f"{row.response_ratio:.2f}",
             f"{1 - row.most:.2f}", row.bound, "yes" if row.fits else "no",
         )  # fmt: skip

@@ -23,11 +23,13 @@ class Row:
       visible_step_ms: a decode step with everything visible.
       declared_step_ms: a mean step with declarations.
       step_ratio: the second by the first.
-      visible_ms, declared_ms: the response of an arm, all of its steps.
+      visible_ms, declared_ms: the response that it is compared with, and the response itself, all
+        of their steps.
       response_ratio: the second by the first; above 1 the additional steps cost more than is saved.
       most: share of a step with everything visible that declarations can save at most.
       bound: what takes most of that step: `weights`, `full` or `rest`.
       fits: whether the chip holds it.
+      arm: of the records that it is made from; None where it is made from none.
     """
 
     context: float
@@ -41,14 +43,31 @@ class Row:
     most: float
     bound: str
     fits: bool
+    arm: str | None = None
 
 
-def row(machine: Machine, declared: Workload, more_steps: float = 1.0) -> Row:
-    """Compares a response with the one that saw everything, in `1 / more_steps` as many steps."""
+def row(
+    machine: Machine,
+    declared: Workload,
+    more_steps: float = 1.0,
+    *,
+    vanilla: Workload | None = None,
+    arm: str | None = None,
+) -> Row:
+    """Compares a response with the one that saw everything, in `1 / more_steps` as many steps.
+
+    Args:
+      vanilla: the response that saw everything, where it is known; a step is compared with the same
+        step with everything visible all the same.
+      arm: see `Row`.
+    """
     visible = load.everything(declared, machine.page_size)
     steps = load.steps_of(declared)
     ours, theirs = load.time(machine, declared), load.time(machine, visible)
     phases = {field.name: getattr(theirs, field.name) for field in dataclasses.fields(theirs)}
+    response = theirs.total / more_steps
+    if vanilla is not None:
+        response = load.time(machine, vanilla).total
     context = max(part.context for part in declared)
     return Row(
         context=context,
@@ -56,12 +75,13 @@ def row(machine: Machine, declared: Workload, more_steps: float = 1.0) -> Row:
         visible_step_ms=1e3 * theirs.total / steps,
         declared_step_ms=1e3 * ours.total / steps,
         step_ratio=ours.total / theirs.total,
-        visible_ms=1e3 * theirs.total / more_steps,
+        visible_ms=1e3 * response,
         declared_ms=1e3 * ours.total,
-        response_ratio=ours.total * more_steps / theirs.total,
+        response_ratio=ours.total / response,
         most=theirs.full / theirs.total,
         bound=max(phases, key=lambda name: phases[name]),
         fits=machine.fits(round(context)),
+        arm=arm,
     )
 
 
@@ -102,6 +122,8 @@ def findings(found: Sequence[Row]) -> list[str]:
     """Where declarations gain nothing, in sentences."""
     said = []
     for row in found:
+        if row.arm not in (None, "da"):  # no declaration acts in the others
+            continue
         where = f"At {row.context:,.0f} tokens and batch {row.batch}"
         if row.most < LITTLE:
             said.append(
@@ -119,7 +141,10 @@ def findings(found: Sequence[Row]) -> list[str]:
                 f"{row.response_ratio:.2f}, for it has more steps."
             )
     if missing := [row for row in found if not row.fits]:
-        which = "; ".join(f"{row.context:,.0f} tokens, batch {row.batch}" for row in missing)
+        which = "; ".join(
+            f"{f'{row.arm}, ' if row.arm else ''}{row.context:,.0f} tokens, batch {row.batch}"
+            for row in missing
+        )
         said.append(f"Does not fit in the memory of the chip: {which}.")
     return said
 

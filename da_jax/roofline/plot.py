@@ -27,19 +27,23 @@ def check(path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Writes the picture: one line for each batch, hollow where the memory does not suffice."""
+    """Writes the picture: a line for each arm and batch, hollow where memory does not suffice."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for batch in dict.fromkeys(row.batch for row in rows):
-        line = sorted((row for row in rows if row.batch == batch), key=lambda row: row.context)
+    for arm, batch in dict.fromkeys((row.arm, row.batch) for row in rows):
+        line = sorted(
+            (row for row in rows if (row.arm, row.batch) == (arm, batch)),
+            key=lambda row: row.context,
+        )
+        label = f"batch {batch}" if arm is None else f"{arm}, batch {batch}"
         contexts = [row.context for row in line]
         for axis, ratios in (
             (axes[0], [row.step_ratio for row in line]),
             (axes[1], [row.response_ratio for row in line]),
         ):
-            (drawn,) = axis.plot(contexts, ratios, label=f"batch {batch}")
+            (drawn,) = axis.plot(contexts, ratios, label=label)
             for row, ratio in zip(line, ratios):
                 fill = drawn.get_color() if row.fits else "white"
                 axis.plot(

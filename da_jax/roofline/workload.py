@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from da_jax.evals.records import Record
 from da_jax.protocol.modes import Mode
 from da_jax.roofline.step import Machine, Times
+
+T = TypeVar("T")
 
 SHARES = {Mode.GLOBAL: 0.27, Mode.FOCUS: 0.25, Mode.LOCAL: 0.48}
 """Of the decode steps, by mode. The paper reports 27 % in GLOBAL for Gemma; how the rest divides
@@ -38,11 +40,14 @@ class Part(NamedTuple):
       steps: how many.
       context: tokens of prompt and response, on average.
       read: positions of the pages that they read, on average.
+      visible: positions of the pages that they would read with everything visible, on average; None
+        is those of `context`.
     """
 
     steps: float
     context: float
     read: float
+    visible: float | None = None
 
 
 Workload = Sequence[Part]
@@ -50,7 +55,12 @@ Workload = Sequence[Part]
 
 def everything(workload: Workload, page_size: int) -> Workload:
     """The same steps with everything visible."""
-    return [part._replace(read=_pages(part.context, page_size)) for part in workload]
+    return [
+        part._replace(
+            read=_pages(part.context, page_size) if part.visible is None else part.visible
+        )
+        for part in workload
+    ]
 
 
 def time(machine: Machine, workload: Workload) -> Times:
@@ -112,27 +122,60 @@ def from_mix(
     ]
 
 
-def from_trace(path: Path) -> Workload:
-    """The steps that `da-jax generate --trace` wrote.
+def page_size_of_trace(path: Path) -> int | None:
+    """Tokens of a page in the run that wrote a trace; None where the trace does not say.
 
     Raises:
-      ValueError: the file is no such trace, or has no decode step.
+      ValueError: the file is no such trace.
       OSError: it cannot be read.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["steps"]
-        workload = [Part(1, step["vanilla"], step["read"]) for step in found]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is no trace of `da-jax generate --trace` ({type(error).__name__}: {error})"
-        ) from error
+
+    def read(found: Mapping[str, Any]) -> int | None:
+        size = found.get("page_size")
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(f"its page_size is {size!r}")
+        return size
+
+    return _trace(path, read)
+
+
+def from_trace(path: Path, page_size: int) -> Workload:
+    """The steps that `da-jax generate --trace` wrote.
+
+    Args:
+      page_size: tokens of a page in the run that wrote it.
+
+    Raises:
+      ValueError: the file is no such trace, has no decode step, or has other pages.
+      OSError: it cannot be read.
+    """
+    workload = _trace(
+        path, lambda found: [Part(1, step["vanilla"], step["read"]) for step in found["steps"]]
+    )
     if not workload:
         raise ValueError(f"{path} has no decode step; the response has one token only")
+    if any(part.read % page_size for part in workload):
+        raise ValueError(
+            f"{path} has steps that read no whole pages of {page_size} tokens; give the "
+            "--page-size that it was made with"
+        )
     return workload
 
 
-def from_records(records: Iterable[Record]) -> Workload:
+def _trace(path: Path, of: Callable[[Any], T]) -> T:
+    try:
+        return of(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no trace of `da-jax generate --trace` ({type(error).__name__}: {error})"
+        ) from error
+
+
+def from_records(records: Iterable[Record], page_size: int) -> Workload:
     """The mean response of some records: their steps put together, each counted as its share.
+
+    Args:
+      page_size: tokens of a page in the run that wrote them.
 
     Raises:
       ValueError: there is no decode step among them.
@@ -144,7 +187,8 @@ def from_records(records: Iterable[Record]) -> Workload:
         at = record.prompt_tokens
         for _, steps, _, read in record.trace:
             # Step t of a response has the prompt and t tokens behind it.
-            parts.append(Part(steps, at + (steps + 1) / 2, read / steps))
+            visible = sum(_pages(at + t, page_size) for t in range(1, steps + 1))
+            parts.append(Part(steps, at + (steps + 1) / 2, read / steps, visible / steps))
             at += steps
     if not parts:
         raise ValueError("the records have no decode step")

@@ -170,7 +170,7 @@ def test_the_steps_of_a_trace(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"summary": {}, "steps": steps}))
     machine = Machine(config("Qwen3-8B"), chips.named("H100"))
-    row = grid.row(machine, load.from_trace(path))
+    row = grid.row(machine, load.from_trace(path, 64))
     one = machine.step(6_400, 6_400)
     fixed = one.weights + one.rest
     page = one.full / 100
@@ -178,12 +178,24 @@ def test_the_steps_of_a_trace(tmp_path):
     assert row.step_ratio == pytest.approx(expected)
     out = command("--convention", "measured", "--model", "Qwen3-8B", "--trace", str(path), "--json")
     assert [r["batch"] for r in json.loads(out)["rows"]] == [1, 8, 32]
+    # Older traces do not say how long their pages are; 1,200 of 1,280 are no pages of 512.
+    arguments = ["--convention", "measured", "--model", "Qwen3-8B", "--trace", str(path), "--json"]
+    with pytest.raises(ValueError, match=r"no whole pages of 512 tokens; give the --page-size"):
+        command(*arguments, "--page-size", "512")
+    path.write_text(json.dumps({"page_size": 16, "summary": {}, "steps": steps}))
+    assert json.loads(command(*arguments))["page_size"] == 16
+    with pytest.raises(ValueError, match=r"--page-size is 64, but the pages of .* have 16 tokens"):
+        command(*arguments, "--page-size", "64")
+    path.write_text(json.dumps({"page_size": 0, "summary": {}, "steps": steps}))
+    with pytest.raises(ValueError, match="page_size is 0"):
+        command(*arguments)
 
 
-def record(arm, trace):
+def record(arm, trace, index=0):
     return Record(
-        task="t", group="single", length=100, seed=0, index=0, arm=arm, prompt_sha256="", chunks=2,
-        prompt_tokens=1_000, completion_tokens=5, finish_reason="stop", text="", answer="",
+        task="t", group="single", length=100, seed=0, index=index, arm=arm,
+        prompt_sha256="", chunks=2, prompt_tokens=1_000, completion_tokens=5, finish_reason="stop",
+        text="", answer="",
         token_ids=(), expected=(), score=1.0, score_details={}, summary={}, trace=trace,
     )  # fmt: skip
 
@@ -193,20 +205,77 @@ def test_the_mean_response_of_records():
         record("da", (("global", 2, 2_003, 2_048), ("local", 2, 300, 512))),
         record("da", (("global", 6, 6_000, 6_144),)),
     ]
-    assert load.from_records(two) == [
-        load.Part(1.0, 1_001.5, 1_024), load.Part(1.0, 1_003.5, 256), load.Part(3.0, 1_003.5, 1_024)
+    assert load.from_records(two, 512) == [
+        load.Part(1.0, 1_001.5, 1_024, 1_024), load.Part(1.0, 1_003.5, 256, 1_024),
+        load.Part(3.0, 1_003.5, 1_024, 1_024),
     ]  # fmt: skip
+    # Of 991 to 994 positions, two fit 62 pages of 16 tokens and two need one more.
+    over = [dataclasses.replace(record("da", (("local", 4, 40, 64),)), prompt_tokens=990)]
+    (part,) = load.from_records(over, 16)
+    assert part.visible == (2 * 992 + 2 * 1_008) / 4
 
 
-def test_a_folder_of_records_gives_a_row_for_each_arm(tmp_path):
-    rows = [
-        record("da", (("global", 2, 2_003, 2_048), ("local", 2, 300, 512))),
-        record("unmasked", (("global", 4, 4_010, 4_096),)),
-    ]
-    (tmp_path / "records.jsonl").write_text("".join(f"{row.to_json()}\n" for row in rows))
+def folder_of(path, records, page_size=16, **settings):
+    known = {"settings": {"engine": {"page_size": page_size}} | settings, "about": {}}
+    (path / "settings.json").write_text(json.dumps(known))
+    (path / "records.jsonl").write_text("".join(f"{row.to_json()}\n" for row in records))
     arguments = ["--convention", "measured", "--model", "Qwen3-8B", "--batch", "1"]
-    found = json.loads(command(*arguments, "--records", str(tmp_path), "--json"))["rows"]
-    assert found[0]["step_ratio"] < 1 and found[1]["step_ratio"] == 1
+    return [*arguments, "--records", str(path)]
+
+
+def pages(first, steps, page):
+    """Positions of the pages that steps read which see everything: by counting."""
+    return sum(-(-(first + step) // page) * page for step in range(1, steps + 1))
+
+
+@pytest.mark.parametrize("page", [16, 128])
+def test_a_folder_of_records_gives_a_row_for_each_arm_in_its_own_pages(tmp_path, page):
+    local = 2 * page
+    rows = [
+        record("da", (("global", 20, 0, pages(1_000, 20, page)), ("local", 20, 300, local * 20))),
+        record("unmasked", (("global", 30, 0, pages(1_000, 30, page)),)),
+        record("vanilla", (("global", 25, 0, pages(1_000, 25, page)),)),
+    ]
+    arguments = folder_of(tmp_path, rows, page)
+    found = json.loads(command(*arguments, "--json"))
+    assert found["page_size"] == page and [r["arm"] for r in found["rows"]] == [r.arm for r in rows]
+    da, unmasked, vanilla = found["rows"]
+    assert da["step_ratio"] < 1
+    assert vanilla["step_ratio"] == pytest.approx(1, abs=1e-12) == unmasked["step_ratio"]
+    assert vanilla["response_ratio"] == 1
+    machine = Machine(config("Qwen3-8B"), chips.named("B200"), page_size=page)
+    one = lambda context, read: machine.step(context, read).total
+    expected = 25 * one(1_013, pages(1_000, 25, page) / 25)
+    ours = 20 * one(1_010.5, pages(1_000, 20, page) / 20) + 20 * one(1_030.5, local)
+    assert da["response_ratio"] == pytest.approx(ours / expected)
+    assert da["visible_ms"] == pytest.approx(1e3 * expected)
+    assert found["total_ms"] == da["declared_ms"] == pytest.approx(1e3 * ours)
+    assert unmasked["response_ratio"] == pytest.approx(30 / 25, rel=1e-3)
+    shown = command(*arguments)
+    assert all(f" {arm} " in shown for arm in ("da", "unmasked", "vanilla")) and "…" not in shown
+    with pytest.raises(ValueError, match=f"--page-size is 64, but the pages of .* have {page}"):
+        command(*arguments, "--page-size", "64")
+
+
+def test_arms_of_records_are_compared_over_the_examples_that_both_have(tmp_path):
+    short, long = (("global", 4, 4_010, 4_096),), (("global", 400, 480_000, 500_000),)
+    rows = [record("da", short), record("da", long, 1), record("vanilla", short)]
+    found = json.loads(command(*folder_of(tmp_path, rows), "--json"))
+    assert [row["response_ratio"] for row in found["rows"]] == [1, 1]
+    assert "Of da 1 of 2 responses, those vanilla has too." in found["notes"]
+    with pytest.raises(ValueError, match="the arms da and vanilla have no example in common"):
+        command(*folder_of(tmp_path, rows[1:]))
+    # Without the arm there is only the same with everything visible.
+    found = json.loads(command(*folder_of(tmp_path, rows[:2]), "--json"))
+    (row,) = found["rows"]
+    assert row["response_ratio"] == row["step_ratio"] and "visible" in found["notes"][0]
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has no settings\.json; name a folder that `da-jax eval"):
+        command("--convention", "measured", "--records", str(tmp_path))
+    with pytest.raises(ValueError, match="holds no records"):
+        command(*folder_of(tmp_path, []))
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
