@@ -1,11 +1,8 @@
 """Right values outside of the answer that is scored."""
 
-import subprocess
-import sys
-
 import pytest
 
-from da_jax.evals.offline.outside import count, outside
+from da_jax.evals.offline.outside import outside
 from da_jax.evals.records import Record
 
 DECLARED = (
@@ -39,22 +36,3 @@ def record(text, answer, expected=("1234567",), arm="da", index=0):
 )
 def test_a_right_value_after_the_last_answer_line_is_outside(text, answer, expected, found):
     assert outside(record(text, answer, expected)) is found
-
-
-def test_responses_are_counted_by_arm(tmp_path):
-    late = f"{DECLARED}\nAnswer: 1234567"
-    records = [
-        record(late, "It is read now.", index=0),
-        record(DECLARED, "It is read now.", index=1),
-        record(late, late, arm="vanilla"),
-    ]
-    assert count(records) == {"da": (2, 1), "vanilla": (1, 0)}
-    (tmp_path / "records.jsonl").write_text("".join(f"{one.to_json()}\n" for one in records))
-    done = subprocess.run(
-        [sys.executable, "-m", "da_jax.evals.offline.outside", tmp_path],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines() == [
-        "da: 1 of 2 responses have the right value outside of their answer",
-        "vanilla: 0 of 1 responses have the right value outside of their answer",
-    ]

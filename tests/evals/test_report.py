@@ -431,3 +431,17 @@ def test_a_report_loads_no_jax():
     code = "import sys, da_jax.evals.report, da_jax.evals.suites; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_right_values_outside_of_the_scored_answer_are_told(records, tmp_path):
+    late = [
+        dataclasses.replace(one, text="<local>Read.</local>\nAnswer: yes", answer="Read.")
+        if one.arm == "da" and i % 2 else one
+        for i, one in enumerate(records)
+    ]  # fmt: skip
+    number = sum(one.answer == "Read." for one in late)
+    for found, expected in ((records, {}), (late, {"da": number})):
+        built = report.build([write_run(tmp_path / str(len(expected)), found)])
+        assert built["models"][0]["outside"] == expected
+        notes = "\n".join(document.sections(built)[2].points)
+        assert (f'{number} of da: the right value follows "Answer:"' in notes) == bool(expected)

@@ -32,7 +32,7 @@ How answers are read is told in `scoring`. Questions leave room for reasoning, a
 answer be given as "Answer:" followed by its value. They do not ask to end with that: what is scored
 of a response that declares is its last `<answer>` or LOCAL text, as the protocol has it, and where
 it ends is for the instructions to say. Nothing else of such a response is looked at, since a value
-that it wrote outside of its answer is not what a caller would get; `outside` counts how often that
+that it wrote outside of its answer is not what a caller would get; the report says how often that
 happens, in every arm. No value is longer than the 12 words that a response copies in a focus.
 
 `max_tokens` is 1,024 in every arm, where RULER has 30 to 128, because a model that declares reasons

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from da_jax import __version__
 from da_jax.evals import folder as folders
 from da_jax.evals import stats
+from da_jax.evals.offline import outside as answers
 from da_jax.evals.report import document, figures, html, markdown, plots, rows
 
 NAMES = ("report.json", "report.md", "report.html")
@@ -73,9 +75,10 @@ def write(paths: Sequence[Path], out: Path, *, page: bool = True) -> dict[str, A
 
 def _model(path: Path) -> dict[str, Any]:
     settings, about = folders.read_settings(path)
-    found, asked = [], set()
+    found, asked, outside = [], set(), Counter[str]()
     for record in folders.read_records(path):
         found.append(rows.row(record))
+        outside[record.arm] += answers.outside(record)
         asked.add((record.task, record.arm, record.prompt_sha256))
     order = {task: place for place, task in enumerate(settings["tasks"])}
     found.sort(key=lambda row: (order.get(row.task, len(order)), row.example))
@@ -89,6 +92,7 @@ def _model(path: Path) -> dict[str, Any]:
         "da_only": bool(settings.get("style", {}).get("da_only")),
         "unscored": folders.count_unscored(path),
         "repeated": len(found) - len(asked),
+        "outside": {arm: number for arm, number in outside.items() if number},
         "examples": {
             arm: number
             for arm in rows.ARMS

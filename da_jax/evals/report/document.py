@@ -305,6 +305,12 @@ def _notes_of(model: Figures) -> Iterator[str]:
             "arm answers, at another length or as another example: they count as independent, and "
             "the intervals are too narrow."
         )
+    if model["outside"]:
+        found = ", ".join(f"{number} of {arm}" for arm, number in model["outside"].items())
+        yield (
+            f'{found}: the right value follows "Answer:", outside of the answer that is scored. '
+            "These responses lose by their form, not by what they read."
+        )
     if len(set(model["examples"].values())) > 1:
         asked = ", ".join(f"{arm} {number}" for arm, number in model["examples"].items())
         yield (
