@@ -57,6 +57,9 @@ def test_training_scores_a_response_as_the_engine_does(case, arm, monkeypatch):
     assert batch.weight.sum() == sum(len(e.ids) - e.prompt for e in encoded)
 
 
+@pytest.mark.parametrize(
+    "case", [pytest.param("gemma4_e2b", marks=pytest.mark.slow), "qwen3_5"], indirect=True
+)
 def test_recomputation_changes_no_gradient(case):
     """Nor of layers that read the keys of another."""
     _, model, encoded = case
