@@ -63,7 +63,7 @@ class Ahead:
         self._nothing = jax.device_put(
             nothing._replace(token=nothing.token - 1), runner._everywhere
         )
-        with jax.default_matmul_precision(runner._precision):
+        with jax.default_matmul_precision(runner.precision):
             lowered = jax.jit(
                 program, donate_argnums=1, out_shardings=(runner._kept, runner._everywhere)
             ).lower(runner.weights, runner.caches, inputs, self._fed, self._nothing)

@@ -95,7 +95,7 @@ class StepCache:
         if k is not None and v is not None:
             heads = sharding.kv_heads(mixer, self._plan.devices)
             cache[owner] = write_kv(
-                cache[owner], _own_heads(k, heads), _own_heads(v, heads), pages=page,
+                cache[owner], own_heads(k, heads), own_heads(v, heads), pages=page,
                 slots=self.positions % self._plan.page_size,
             )  # fmt: skip
         return paged_attention(
@@ -125,7 +125,7 @@ class StepCache:
         return self._rings[window]
 
 
-def _own_heads(x: jax.Array, heads: int) -> jax.Array:
+def own_heads(x: jax.Array, heads: int) -> jax.Array:
     """The KV heads of this device out of [B, T, HKV, D], where each serves several devices."""
     if x.shape[2] == heads:
         return x

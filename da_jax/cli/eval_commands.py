@@ -338,11 +338,17 @@ def verify(
     tensor_parallel: TensorParallel = DEFAULT.tensor_parallel,
     json_: Json = False,
 ) -> None:
-    """Check on a checkpoint that what is hidden is not read, and that reads are accounted for.
+    """Check on a checkpoint that what is hidden is not read, what is visible is, and what it costs.
 
-    Likelihoods under three prompts, NaN in all hidden slots, the pages that attention visits, and
-    programs compiled after warm-up, all without the prefix cache. It does not notice an operation
-    that sees less than its mask shows. The exit status is 1 unless every check ran and passed.
+    Likelihoods under three prompts, and the same by dense forward passes without the engine; NaN
+    in all hidden slots, and in one visible slot at a time; the pages that attention visits; and
+    programs compiled after warm-up. The prefix cache is on, as elsewhere.
+
+    Not proven: what several sequences that decode at once see, other prompts and lengths, and,
+    where numbers are rounded to 16 or 8 bits, slots inside of a page that are not among those
+    tried and whose loss moves likelihoods less than rounding does.
+
+    The exit status is 1 unless every check ran and passed.
     """
     from da_jax.cli import verify as command
 

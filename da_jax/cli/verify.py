@@ -1,4 +1,4 @@
-"""`da-jax verify`: checks of the mask on a checkpoint, without the prefix cache."""
+"""`da-jax verify`: checks of the mask on a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ def run(options: Options) -> None:
     folder = convert.resolve(options.model)
     model = hf_config.read(paths.absolute(folder))
     verify.check_model(model)
-    # Pages are then computed alike in every run, so that outputs can be compared bit by bit.
     config = EngineConfig(
-        **options.engine, max_num_seqs=SEQUENCES, prefix_cache=False, prefix_snapshots=0,
+        **options.engine, max_num_seqs=SEQUENCES,
         max_model_len=options.max_model_len or min(LONGEST, model.max_positions),
     )  # fmt: skip
     with progress() as bars:

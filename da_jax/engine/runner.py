@@ -103,7 +103,7 @@ class Runner:
         self._costs, self._opens = costs, opens
         # An accelerator would multiply float32 in bfloat16 passes; who asks for float32 wants it.
         exact = model.dtype == jnp.float32
-        self._precision = "highest" if exact else "default"
+        self.precision = "highest" if exact else "default"
         self.mesh = parallel.mesh_of(self.weights[0])
         self._specs = cache_sharding.specs(model.config, plan)
         self._everywhere = NamedSharding(self.mesh, PartitionSpec())
@@ -248,7 +248,7 @@ class Runner:
         work = list(self.programs())
         progress(0, len(work))
         with (
-            jax.default_matmul_precision(self._precision),
+            jax.default_matmul_precision(self.precision),
             concurrent.futures.ThreadPoolExecutor(COMPILERS) as compilers,
         ):
             compiling = []

@@ -47,7 +47,7 @@ class Scheduler:
     ):
         self.prefix, self._pool = prefix, prefix.pool
         self._page_size, self._margin = page_size, margin
-        self._max_waiting, self._find_prefixes = max_waiting, find_prefixes
+        self._max_waiting, self.find_prefixes = max_waiting, find_prefixes
         self._slots = list(range(max_num_seqs))  # free ones
         self._waiting: dict[int, Sequence] = {}  # by request id
         self._by_rank: list[tuple[tuple[float, int], int]] = []  # heap; may hold who left
@@ -118,7 +118,7 @@ class Scheduler:
           The slot whose rings and states it has to copy, if it moved on and needs them.
         """
         page, left = divmod(sequence.cached, self._page_size)
-        if not self._find_prefixes or left or len(sequence.pages) != page:
+        if not self.find_prefixes or left or len(sequence.pages) != page:
             return None
         names = self._names(sequence)[: self._most_cached(sequence)]
         pages, slot = self.prefix.match(names, page)
@@ -133,7 +133,7 @@ class Scheduler:
 
     def cached_tokens(self, prompt: np.ndarray) -> int:
         """Tokens at the start of a prompt int32 [N] that are in the cache."""
-        if not self._find_prefixes:
+        if not self.find_prefixes:
             return 0
         names = page_names(self.prefix.root, prompt[:-1], self._page_size)
         return len(self.prefix.match(names)[0]) * self._page_size
@@ -148,7 +148,7 @@ class Scheduler:
 
         That is what comes before the question; for a prompt without chunks all but its end.
         """
-        if not (self._find_prefixes and self.prefix.keeps_copies):
+        if not (self.find_prefixes and self.prefix.keeps_copies):
             return None
         prompt = sequence.request.prompt
         end = prompt.chunks[-1][1] if prompt.chunks else sequence.prompt_len - 1
@@ -157,7 +157,7 @@ class Scheduler:
 
     def share(self, sequence: Sequence, since: int) -> None:
         """Makes the whole pages of the prompt that were filled since position `since` findable."""
-        if not self._find_prefixes:
+        if not self.find_prefixes:
             return
         end = min(sequence.cached, sequence.shareable)
         fresh = slice(since // self._page_size, end // self._page_size)
@@ -249,7 +249,7 @@ class Scheduler:
     def _pages_wanted(self, sequence: Sequence) -> int:
         """Free pages that it would take now."""
         found: list[int] = []
-        if self._find_prefixes:
+        if self.find_prefixes:
             found, _ = self.prefix.match(self._names(sequence)[: self._most_cached(sequence)])
         return self._goal(sequence) - len(found) + self._pool.taken_by(found)
 

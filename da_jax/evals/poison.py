@@ -23,7 +23,7 @@ from da_jax.kernels.paged_attention import KVPages, QuantizedPages
 
 SCALE = 1e30
 """The scale of a poisoned slot of 8-bit pages."""
-_INT8 = 99
+INT8 = 99
 
 Shown = Callable[[Rows, int, int], np.ndarray]
 """(rows, row, position of the first token fed) to bool [P, PS]: the slots that a row may see."""
@@ -73,10 +73,10 @@ def poisoned(engine: Engine, shown: Shown | None = None) -> Iterator[list[int]]:
         saved = {}
         for layer, pages in runner.caches.pages.items():
             saved[layer] = _take(pages, at)
-            runner.caches.pages[layer] = _programs(pages)[0](pages, hidden)
+            runner.caches.pages[layer] = in_place(_spoil, pages)(pages, hidden)
         choice = program()
         for layer, pages in runner.caches.pages.items():
-            restore = _programs(pages)[1]
+            restore = in_place(_restore, pages)
             runner.caches.pages[layer] = restore(pages, hidden, at, saved[layer])
         return choice
 
@@ -96,45 +96,35 @@ def poisoned(engine: Engine, shown: Shown | None = None) -> Iterator[list[int]]:
 
 def cleanse(engine: Engine) -> None:
     """Makes every number of the caches that is not finite zero: after poison that was seen."""
-
-    def clean(x: jax.Array) -> jax.Array:
-        if x.dtype.itemsize == 1:  # whatever it is, it is finite under a scale that is
-            return x
-        # A quantized row that poison reached has a scale beyond any that a model gives.
-        return jnp.where(jnp.abs(x.astype(jnp.float32)) < SCALE / 2, x, 0)
-
-    for kind in engine.runner.caches:
-        for layer, tree in kind.items():
-            shardings = jax.tree.map(lambda x: x.sharding, tree)
-            kind[layer] = jax.jit(
-                lambda tree: jax.tree.map(clean, tree), donate_argnums=0, out_shardings=shardings
-            )(tree)
+    runner = engine.runner
+    runner.caches = in_place(_clean, runner.caches)(runner.caches)
 
 
 @contextlib.contextmanager
-def instead(owner: object, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Methods of one object replaced for a while."""
-    before = {name: vars(owner)[name] for name in methods if name in vars(owner)}
-    vars(owner).update(methods)
+def instead(owner: object, **attributes: Any) -> Iterator[None]:
+    """Methods or attributes of one object replaced for a while."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
     try:
         yield
     finally:
-        for name in methods:
+        for name in attributes:
             del vars(owner)[name]
         vars(owner).update(before)
 
 
-def _programs(pages: KVPages) -> tuple[Callable[..., KVPages], Callable[..., KVPages]]:
-    """(spoil, restore) for pages that are spread over devices like these."""
-    leaves, structure = jax.tree.flatten(pages)
-    return _compiled(structure, tuple(leaf.sharding for leaf in leaves))
+def in_place(function: Callable[..., Any], tree: Any) -> Callable[..., Any]:
+    """A function compiled for a tree, its first argument, that it replaces where it lies."""
+    leaves, structure = jax.tree.flatten(tree)
+    return _compiled(function, structure, tuple(leaf.sharding for leaf in leaves))
 
 
 @functools.cache
-def _compiled(structure: Any, shardings: tuple[jax.sharding.Sharding, ...]) -> Any:
+def _compiled(
+    function: Callable[..., Any], structure: Any, shardings: tuple[jax.sharding.Sharding, ...]
+) -> Callable[..., Any]:
     where = jax.tree.unflatten(structure, shardings)
-    make = functools.partial(jax.jit, donate_argnums=0, out_shardings=where)
-    return make(_spoil), make(_restore)
+    return jax.jit(function, donate_argnums=0, out_shardings=where)
 
 
 @jax.jit
@@ -143,11 +133,23 @@ def _take(pages: KVPages, at: jax.Array) -> KVPages:
     return jax.tree.map(lambda x: x.at[at].get(mode="fill", fill_value=0), pages)
 
 
+def _clean(caches: Any) -> Any:
+    """A tree of caches with zeros for what poison reached."""
+
+    def clean(x: jax.Array) -> jax.Array:
+        if x.dtype.itemsize == 1:  # whatever it is, it is finite under a scale that is
+            return x
+        # A quantized row that poison reached has a scale beyond any that a model gives.
+        return jnp.where(jnp.abs(x.astype(jnp.float32)) < SCALE / 2, x, 0)
+
+    return jax.tree.map(clean, caches)
+
+
 def _spoil(pages: KVPages, hidden: jax.Array) -> KVPages:
     """The pool with poison in the slots `hidden` [P, PS]."""
     if isinstance(pages, QuantizedPages):
         values, scales = pages
-        bad = _INT8 if values.dtype == jnp.int8 else jnp.nan
+        bad = bad_value(values.dtype)
         return QuantizedPages(
             jnp.where(_over(values, hidden), jnp.asarray(bad, values.dtype), values),
             jnp.where(_over(scales, hidden), SCALE, scales),
@@ -166,6 +168,11 @@ def _restore(pages: KVPages, hidden: jax.Array, at: jax.Array, saved: KVPages) -
         return x.at[at].set(jnp.where(there, old, rows), mode="drop")
 
     return jax.tree.map(one, pages, saved)
+
+
+def bad_value(dtype: jax.typing.DTypeLike) -> float:
+    """Poison of a dtype of pages; where it is a number, the scale makes it huge."""
+    return INT8 if dtype == jnp.int8 else jnp.nan
 
 
 def _over(x: jax.Array, hidden: jax.Array) -> jax.Array:

@@ -82,6 +82,19 @@ class Script:
         seen[len(prompt) :] = True
         return seen
 
+    def masks(self, prompt: PromptMap) -> tuple[list[np.ndarray], np.ndarray]:
+        """The few masks of the whole sequence of T tokens.
+
+        Returns:
+          (bool [T] masks as of `visible`, int32 [T] which of them holds while a token is fed).
+        """
+        total = len(prompt) + len(self.ids)
+        states = dict.fromkeys([WIDE, *self.states])
+        number = {state: i for i, state in enumerate(states)}
+        which = np.array([0] * len(prompt) + [number[state] for state in self.states], np.int32)
+        firsts = [int(np.flatnonzero(which == i)[0]) for i in range(len(states))]
+        return [self.visible(prompt, first, total) for first in firsts], which
+
 
 def write(llm: LLM, seed: int = 0) -> tuple[Document, Script]:
     """Makes a document and a response for a model.

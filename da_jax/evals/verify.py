@@ -1,22 +1,30 @@
 """Checks that the mask acts, and costs what the account says, on any checkpoint.
 
-Accuracy does not show it: a mask that does nothing looks fine. Four checks, each against what the
-protocol says of a scripted response, not against what the engine made of it. They show that nothing
-hidden is read; of what is visible only the mask that the operation is given, and one slot:
+Accuracy does not show it: a mask that does nothing looks fine. Six checks, each against what the
+protocol says of a scripted response, not against what the engine made of it:
 
 * likelihood: of the response under the plain prompt (v), the prompt with declarations and nothing
   masked (d), and masked (m): d and m are equal until something is hidden, and differ from there.
-* poison: NaN in all that is hidden changes no bit of what the model says, and in one place that is
-  visible does.
+* oracle: v, d and m are those of a dense forward pass without the engine, as exactly as rounding
+  allows. So neither too little nor too much is seen, of what moves a likelihood more than that.
+* poison: NaN in all that is hidden changes no bit of what the model says: nothing hidden is read.
+* probes: NaN in one slot that is visible changes it, for the first and the last slot of each page
+  (of 32 pages at most) and one between, each in one layer, in decode under each mode and in the end
+  of prefill. So what rounding would cover is still seen to be read.
 * pages: those that the operation visits at each step are those of the account and of the protocol.
 * programs: none is compiled after warm-up, whatever is hidden, in batches and lengths of any size.
+
+Not proven: what several sequences that decode at once see (they run, their masks are not checked);
+other lengths and other prompts; slots between the probed ones, as far as likelihoods cannot show
+them: in bfloat16 and with 8-bit pages that is a fault which moves them less than rounding does.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
@@ -29,17 +37,25 @@ from da_jax.engine.config import MAX_LOGPROBS
 from da_jax.engine.llm import LLM
 from da_jax.engine.request import Done, Request, Response, SamplingParams
 from da_jax.engine.rows import Choice, DecodeRows, Rows
-from da_jax.evals import poison, script
-from da_jax.evals.script import Document, Script
+from da_jax.evals import poison, probes, script
+from da_jax.evals.oracle import Oracle
+from da_jax.evals.script import Document, Script, State
+from da_jax.kernels.paged_attention.pool import QUANTIZED
 from da_jax.models.config import ModelConfig
 from da_jax.protocol.modes import Arm
 from da_jax.protocol.prompt import PromptMap
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
-"""Nats by which log-probabilities of the same prompt may differ, where nothing is hidden, because
-it was prefilled in other steps. By dtype of the model."""
+"""Nats by which log-probabilities of the same prompt may differ, where nothing is hidden, for a
+backend whose sums have no fixed order. By dtype of the model."""
+FLOOR = 1e-5
+"""Nats: a smaller difference is none, where no greater one was seen before anything was hidden."""
 MOST = 0.5
 """Share of the tokens of a narrow block whose log-probability must differ by more than that."""
+FACTOR, MEAN, LARGEST = 2.0, 1e-4, 1e-3
+"""The engine may differ from a dense float32 pass by `FACTOR` times what a dense pass in the dtype
+of the model and of its pages does, and by `MEAN` nats, on average over tokens. Where both are
+float32, which leaves rounding nothing to explain, no token may differ by more than `LARGEST`."""
 
 
 class Status(StrEnum):
@@ -81,7 +97,20 @@ class _Proof:
         return done.response
 
     def logprobs(self, arm: Arm) -> np.ndarray:
-        return _logprobs(self.answer(self.request(arm)))
+        """float32 [R] of the scripted response; NaN for what the engine did not write."""
+        found = [entry.logprob for entry in self.answer(self.request(arm)).logprobs]
+        missing = [math.nan] * (len(self.script.ids) - len(found))
+        return np.array([*found, *missing], np.float32)
+
+    def warm(self) -> None:
+        """Answers once, so that all that follow find as much of the prompt in the cache."""
+        self.answer(self.request(tokens=1))
+
+    def need(self) -> int:
+        """Tokens of the longest prompt with the response."""
+        chunks, question = self.document.chunks, self.document.question
+        prompts = [self.llm.renderer.render(chunks, question, arm=arm.value) for arm in Arm]
+        return max(map(len, prompts)) + len(self.script.ids)
 
 
 def failed(checks: Sequence[Check]) -> list[str]:
@@ -111,29 +140,54 @@ def verify(llm: LLM, dtype: str) -> list[Check]:
       dtype: name of the dtype of the model, see `TOLERANCE`.
 
     Raises:
-      ValueError: several replicas, a tokenizer that cannot write tags.
-      RequestError: prompt and response do not fit.
+      ValueError: several replicas, a tokenizer that cannot write tags, too short sequences.
     """
     if llm.loop is not llm.engine:
         raise ValueError("there are several replicas; verify one (data_parallel=1)")
     proof = _Proof(llm, *script.write(llm))
+    if (need := proof.need()) > llm.engine.max_len:
+        raise ValueError(
+            f"the checks take sequences of {need} tokens with pages of "
+            f"{llm.engine.config.page_size}, but max_model_len is {llm.engine.max_len}: raise it "
+            "(--max-model-len), or take smaller pages (--page-size)"
+        )
     made = compilations.made_here()
-    likelihood = _likelihood(proof, TOLERANCE[dtype])
+    proof.warm()
+    columns = {arm: proof.logprobs(arm) for arm in (Arm.UNMASKED, Arm.DA, Arm.VANILLA)}
+    likelihood = _likelihood(proof, columns, TOLERANCE[dtype])
     pages = _pages(proof)
-    _answer_batches(proof)
-    programs = _programs(compilations.made_here() - made, llm)
-    # Poison comes last: the programs that put it there are compiled too.
-    return [likelihood, _poison(proof), pages, programs]
+    lost = _answer_batches(proof)
+    programs = _programs(compilations.made_here() - made, lost, llm)
+    # The others come last: their own programs are compiled too.
+    alone = jax.process_count() == 1
+    others = [
+        check(proof) if alone else _not_run(name)
+        for name, check in (
+            ("oracle", lambda proof: _oracle(proof, columns, dtype)),
+            ("poison", _poison),
+            ("probes", _probes),
+        )
+    ]
+    return [likelihood, *others, pages, programs]
 
 
-def _likelihood(proof: _Proof, tolerance: float) -> Check:
+def _not_run(name: str) -> Check:
+    words = (
+        f"NOT RUN: {jax.process_count()} processes share the model, and this check runs in one; "
+        "verify it in one process"
+    )
+    return Check(name, Status.NOT_RUN, words, {})
+
+
+def _likelihood(proof: _Proof, columns: Mapping[Arm, np.ndarray], tolerance: float) -> Check:
     """Three columns of the likelihood of one response."""
-    v, d, m = (proof.logprobs(arm) for arm in (Arm.VANILLA, Arm.UNMASKED, Arm.DA))
+    v, d, m = (columns[arm] for arm in (Arm.VANILLA, Arm.UNMASKED, Arm.DA))
     moved, blocks = np.abs(m - d), proof.script.blocks
     first = blocks[0][0]
     narrow = np.concatenate([np.array(block) for block in blocks])
-    shares = [float((moved[block] > tolerance).mean()) for block in map(list, blocks)]
     before = float(moved[:first].max())
+    noise = max(before, FLOOR)
+    shares = [float((moved[block] > noise).mean()) for block in map(list, blocks)]
     figures = {
         "v": _nats(v), "d": _nats(d), "m": _nats(m),
         "narrow_d": _nats(d[narrow]), "narrow_m": _nats(m[narrow]),
@@ -145,13 +199,67 @@ def _likelihood(proof: _Proof, tolerance: float) -> Check:
         f"v {-v.mean():.4f}, d {-d.mean():.4f}, m {-m.mean():.4f} nats a token over {len(m)}; "
         f"where tokens are hidden ({len(narrow)}) d {-d[narrow].mean():.4f}, "
         f"m {-m[narrow].mean():.4f}; before, d and m differ by {before:.1e} at most (allowed "
-        f"{tolerance:.0e}); in narrow blocks they differ at "
+        f"{tolerance:.0e}); in narrow blocks they differ by more than {noise:.0e} at "
         f"{', '.join(f'{share:.0%}' for share in shares)} of the tokens (over {MOST:.0%} needed)"
     )
     if figures["v_is_d"]:
         words += "; v is d, for this checkpoint knows only the prompt with declarations"
     good = finite and before <= tolerance and min(shares) > MOST
     return Check("likelihood", _status(good), words, figures)
+
+
+def _oracle(proof: _Proof, columns: Mapping[Arm, np.ndarray], dtype: str) -> Check:
+    """The same columns by dense forward passes, where there is room for them."""
+    try:
+        return _against_dense(proof, columns, dtype)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+    words = (
+        "NOT RUN: the device has no room for a dense pass in float32 beside the model; share it "
+        "among more devices (--tensor-parallel), or lower --max-model-len"
+    )
+    return Check("oracle", Status.NOT_RUN, words, {})
+
+
+def _against_dense(proof: _Proof, columns: Mapping[Arm, np.ndarray], dtype: str) -> Check:
+    runner, ids = proof.llm.engine.runner, proof.script.ids
+    exact = Oracle(runner, exact=True)
+    rounds = dtype != "float32" or runner.plan.kv_dtype in QUANTIZED
+    own = Oracle(runner, exact=False) if rounds else exact
+    words, good, figures, longest = list[str](), True, dict[str, Any](), 0
+    for name, arm in (("v", Arm.VANILLA), ("d", Arm.UNMASKED), ("m", Arm.DA)):
+        prompt = proof.request(arm).prompt
+        total = len(prompt) + len(ids)
+        longest = max(longest, total)
+        masks, which = [np.ones(total, bool)], np.zeros(total, np.int32)
+        if arm is Arm.DA:
+            masks, which = proof.script.masks(prompt)
+        given = np.concatenate([prompt.ids, ids]), masks, which, len(ids)
+        expected = exact.logprobs(*given)
+        error = np.abs(columns[arm] - expected)
+        rounding = 0.0 if own is exact else float(np.abs(own.logprobs(*given) - expected).mean())
+        allowed, mean, largest = FACTOR * rounding + MEAN, float(error.mean()), float(error.max())
+        # NaN fails both.
+        good &= mean <= allowed and (own is not exact or largest <= LARGEST)
+        figures[name] = {
+            "mean": _finite(mean), "largest": _finite(largest), "rounding": _finite(rounding),
+            "allowed": _finite(allowed), "tokens": total,
+        }  # fmt: skip
+        words.append(f"{name} {mean:.1e} (allowed {allowed:.1e}, largest {largest:.1e})")
+    figures["largest_allowed"] = LARGEST if own is exact else None
+    hidden = float(np.abs(columns[Arm.DA] - columns[Arm.UNMASKED]).mean())
+    figures["hiding_moves"] = _finite(hidden)
+    text = (
+        f"dense forward passes in float32, over up to {longest} tokens, differ by so many nats a "
+        f"token: {', '.join(words)}; "
+    )
+    if own is exact:
+        text += f"no token may differ by more than {LARGEST:.0e}"
+    else:
+        kinds = f"{dtype}, pages in {runner.plan.kv_dtype}"
+        text += f"allowed is {FACTOR:g} times what rounding explains ({kinds})"
+    return Check("oracle", _status(good), f"{text}; hiding moves them by {hidden:.1e}", figures)
 
 
 def _pages(proof: _Proof) -> Check:
@@ -162,7 +270,7 @@ def _pages(proof: _Proof) -> Check:
     page, prompt = proof.llm.engine.config.page_size, request.prompt
     wrong: dict[str, list[int]] = {"operation": [], "account": [], "mask": []}
     total = dict.fromkeys(("operation", "account", "protocol", "everything"), 0)
-    for index, (step, (pages, shown)) in enumerate(zip(response.steps, seen, strict=True)):
+    for index, (step, (pages, shown)) in enumerate(zip(response.steps, seen)):
         length = len(prompt) + index + 1
         visible = proof.script.visible(prompt, length - 1, length)
         expected = _pages_of(visible, page)
@@ -178,18 +286,21 @@ def _pages(proof: _Proof) -> Check:
         for name in (name for name, fault in faults.items() if fault):
             wrong[name].append(index + 1)
     hidden = total["everything"] - total["protocol"]
-    steps = len(response.steps)
+    steps, made, due = len(response.steps), len(seen), len(proof.script.ids) - 1
     words = (
         f"{steps} steps: the operation visited {total['operation']:,}, the account says "
         f"{total['account']:,}, the protocol {total['protocol']:,} of {total['everything']:,}"
     )
+    if not steps == made == due:
+        words += f"; the operation made {made} steps, and the response takes {due}"
     for name, at in wrong.items():
         if at:
             words += f"; {name} wrong at {len(at)} steps, first {at[0]}"
     if hidden <= 0:
         words += "; no step hides a whole page, so this proves nothing: use smaller pages"
-    figures = total | {"steps": steps, "page_size": page, "wrong": wrong}
-    return Check("pages", _status(hidden > 0 and not any(wrong.values())), words, figures)
+    figures = total | {"steps": steps, "made": made, "page_size": page, "wrong": wrong}
+    good = hidden > 0 and steps == made == due and not any(wrong.values())
+    return Check("pages", _status(good), words, figures)
 
 
 def _pages_of(visible: np.ndarray, page: int) -> int:
@@ -222,8 +333,9 @@ def _watched(proof: _Proof) -> Iterator[list[tuple[int, np.ndarray]]]:
         yield found
 
 
-def _answer_batches(proof: _Proof) -> None:
-    """Requests of all sizes at once, each with a mask and sampling of its own."""
+def _answer_batches(proof: _Proof) -> int:
+    """Runs batches of all sizes, rows with masks and sampling of their own; how many got lost."""
+    lost = 0
     llm, document, ids = proof.llm, proof.document, proof.script.ids
     most = llm.engine.config.max_num_seqs
     for count in sorted({1, 2, 3, most, most + 1}):
@@ -239,57 +351,100 @@ def _answer_batches(proof: _Proof) -> None:
                 chunks, document.question, arm=list(Arm)[i % 3], sampling=params, forced=forced
             )
             requests.append(request)
-        done = sum(isinstance(event, Done) for event in llm.engine.run(requests))
-        assert done == count, f"{done} of {count} requests ended"
+        lost += count - sum(isinstance(event, Done) for event in llm.engine.run(requests))
+    return lost
 
 
-def _programs(made: int, llm: LLM) -> Check:
+def _programs(made: int, lost: int, llm: LLM) -> Check:
     shapes = llm.engine.shapes
     words = (
         f"{made} compiled after warm-up, over masks of three arms, up to "
         f"{llm.engine.config.max_num_seqs + 1} sequences and prompts of many lengths"
     )
-    figures = {"compiled": made, "batches": shapes.batches, "prefill": shapes.chunks}
-    return Check("programs", _status(not made), words, figures)
+    if lost:
+        words += f"; {lost} requests never ended"
+    figures = {"compiled": made, "batches": shapes.batches, "prefill": shapes.chunks, "lost": lost}
+    return Check("programs", _status(not made and not lost), words, figures)
 
 
 def _poison(proof: _Proof) -> Check:
-    """Poison in all that is hidden, then in one place that is not."""
-    if jax.process_count() > 1:
-        words = (
-            f"NOT RUN: {jax.process_count()} processes share the model, and poison is put there "
-            "by one; verify it in one process"
-        )
-        return Check("poison", Status.NOT_RUN, words, {})
+    """Poison in all that is hidden, then, to see that it acts, in one place that is not."""
     engine, request, few = proof.llm.engine, proof.request(), proof.request(tokens=3)
-    proof.answer(request)  # so that all that follow find as much of the prompt in the cache
+    prompt = request.prompt
+    proof.warm()
     clean, clean_few = proof.answer(request), proof.answer(few)
-    with poison.poisoned(engine, _seen_by_protocol(proof, request.prompt)) as counts:
+    with poison.poisoned(engine, _seen_by_protocol(proof, prompt)) as counts:
         dirty = proof.answer(request)
     changed = _changed(clean, dirty)
-    with poison.poisoned(engine, _all_but_the_first(proof, request.prompt)):
+    with poison.instead(engine.scheduler, find_prefixes=False):  # so that all is prefilled anew
+        cold = proof.answer(few)
+        with poison.poisoned(engine, _seen_by_protocol(proof, prompt)):
+            dirty_few = proof.answer(few)
+    in_prefill = _changed(cold, dirty_few)
+    with poison.poisoned(engine, _all_but_the_first(proof, prompt)):
         seen = proof.answer(few)
     noticed = _changed(clean_few, seen)
     poison.cleanse(engine)
-    size, tokens = len(request.prompt), range(len(clean.token_ids) - 1)
-    visible = (proof.script.visible(request.prompt, size + i, size) for i in tokens)
+    size, tokens = len(prompt), range(len(clean.token_ids) - 1)
+    visible = (proof.script.visible(prompt, size + i, size) for i in tokens)
     hidden = sum(int(size - shown.sum()) for shown in visible)
-    kind = "NaN" if engine.memory.kv_dtype not in ("int8", "float8_e4m3fn") else "a huge number"
     words = (
-        f"{kind} in all that is hidden ({max(counts):,} slots of each full-attention layer at "
-        f"most; {hidden:,} tokens of the prompt over all steps) changed {len(changed)} of "
+        f"{_kind(proof)} in all that is hidden ({max(counts):,} slots of each full-attention layer "
+        f"at most; {hidden:,} tokens of the prompt over all steps) changed {len(changed)} of "
         f"{len(clean.token_ids)} tokens or their {MAX_LOGPROBS} likeliest"
     )
     if changed:
         words += f", the first at {changed[0]}"
+    words += f", and {len(in_prefill)} of {len(few.forced)} after a prompt that is not in the cache"
     words += f"; in one visible slot it changed {len(noticed)} of 2"
     figures = {
         "changed": len(changed), "tokens": len(clean.token_ids), "slots": max(counts),
-        "hidden_tokens": hidden, "noticed_when_visible": len(noticed), "poison": kind,
+        "changed_when_prefilled": len(in_prefill), "hidden_tokens": hidden,
+        "noticed_when_visible": len(noticed), "poison": _kind(proof),
     }  # fmt: skip
-    return Check(
-        "poison", _status(not changed and hidden > 0 and len(noticed) == 2), words, figures
+    good = not changed and not in_prefill and hidden > 0 and len(noticed) == 2
+    return Check("poison", _status(good), words, figures)
+
+
+def _probes(proof: _Proof) -> Check:
+    """Poison in one visible slot at a time."""
+    engine, request, few = proof.llm.engine, proof.request(), proof.request(tokens=1)
+    size, modes = len(request.prompt), set[State]()
+
+    def visible(program: str, first: int, last: int) -> np.ndarray | None:
+        if program == "prefill":  # what follows says what its last token saw
+            return np.ones(last + 1, bool) if first and last == size - 1 else None
+        state = proof.script.states[first - size]
+        if state in modes:
+            return None
+        modes.add(state)
+        return proof.script.visible(request.prompt, first, first + 1)
+
+    with (
+        poison.instead(engine.scheduler, find_prefixes=False),
+        probes.probing(engine, visible) as (prefilled),
+    ):
+        proof.answer(few)
+    with probes.probing(engine, visible, seed=1) as found:
+        proof.answer(request)
+    poison.cleanse(engine)
+    found = [*prefilled, *found]
+    missed = [probe for probe in found if not probe.noticed]
+    count = {name: sum(p.program == name for p in found) for name in ("decode", "prefill")}
+    words = (
+        f"{_kind(proof)} in one visible slot of one layer, {count['decode']} times in decode under "
+        f"{len(modes)} masks and {count['prefill']} times in prefill, went unnoticed {len(missed)} "
+        "times"
     )
+    for probe in missed[:1]:
+        words += f", first at position {probe.slot} in {probe.program} of position {probe.fed}"
+    figures = count | {"masks": len(modes), "missed": [probe._asdict() for probe in missed]}
+    good = not missed and len(modes) == len(set(proof.script.states[:-1]))
+    return Check("probes", _status(good), words, figures)
+
+
+def _kind(proof: _Proof) -> str:
+    return "NaN" if proof.llm.memory.kv_dtype not in QUANTIZED else "a huge number"
 
 
 def _seen_by_protocol(proof: _Proof, prompt: PromptMap) -> poison.Shown:
@@ -322,13 +477,9 @@ def _all_but_the_first(proof: _Proof, prompt: PromptMap) -> poison.Shown:
 
 def _changed(one: Response, other: Response) -> list[int]:
     """Tokens, counted from 1, whose log-probability or alternatives differ in any bit."""
-    pairs = zip(one.logprobs, other.logprobs, strict=True)
+    pairs = itertools.zip_longest(one.logprobs, other.logprobs)
     # NaN is equal to nothing, itself included.
     return [i for i, (a, b) in enumerate(pairs, 1) if a != b or math.isnan(a.logprob)]
-
-
-def _logprobs(response: Response) -> np.ndarray:
-    return np.array([entry.logprob for entry in response.logprobs], np.float32)
 
 
 def _nats(logprobs: np.ndarray | Sequence[float]) -> float | None:

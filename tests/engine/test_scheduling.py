@@ -208,7 +208,7 @@ def test_many_questions_on_one_document_prefill_it_once(family_llm, random_llm, 
         for i, script in enumerate(SCRIPTS)
     ]
     with monkeypatch.context() as patch:  # each prompt in full
-        patch.setattr(engine.scheduler, "_find_prefixes", False)
+        patch.setattr(engine.scheduler, "find_prefixes", False)
         alone = [responses(engine.run([r]))[0] for r in requests]
     fed = prefilled(engine, monkeypatch)
     assert list(map(facts, responses(engine.run(requests)))) == list(map(facts, alone))

@@ -3,7 +3,7 @@
 `python -m support.devices JOB ...` with `XLA_FLAGS=--xla_force_host_platform_device_count` prints a
 line of JSON for each job: `CASE:DEVICES` for `measure`, `engine:CASE:DEVICES` for `answers`,
 `replicas:CASE:DEVICES` for those of two engines, `host:CASE:DEVICES` for those of an engine with
-per-layer embeddings in host memory.
+per-layer embeddings in host memory, `verify:CASE:DEVICES` for the checks of `da_jax.evals.verify`.
 """
 
 from __future__ import annotations
@@ -184,10 +184,10 @@ def engine(folder: Path, devices: int, **options: Any):
     """An engine on several devices, or several of them."""
     from da_jax import LLM, EngineConfig, Style
 
-    config = EngineConfig(
+    settings: dict[str, Any] = dict(
         page_size=16, max_model_len=256, max_num_seqs=2, prefill_chunk=48, burst=4,
-        tensor_parallel=devices, **options,
     )  # fmt: skip
+    config = EngineConfig(tensor_parallel=devices, **settings | options)
     return LLM.from_pretrained(folder, style=Style(**tiny.STYLE), config=config)
 
 
@@ -235,6 +235,8 @@ def per_device(arrays: list, mesh) -> list[int]:
 def main(jobs: list[str]) -> None:
     """Prints a line for each job `CASE:DEVICES`."""
 
+    from da_jax.evals import verify
+
     @functools.cache
     def folder(case: str) -> Path:
         return tiny.write_folder(Path(tempfile.mkdtemp()) / case, case)
@@ -242,6 +244,11 @@ def main(jobs: list[str]) -> None:
     alone: dict[str, np.ndarray] = {}
     for job in jobs:
         *whole, case, devices = job.split(":")
+        if whole == ["verify"]:
+            checks = verify.verify(engine(folder(case), int(devices), max_model_len=512), "float32")
+            oracle = next(check.figures for check in checks if check.name == "oracle")
+            print(json.dumps({"failed": verify.failed(checks), "oracle": oracle}), flush=True)
+            continue
         if whole:
             found = answers(engine(folder(case), int(devices), **OPTIONS[whole[0]]))
             print(json.dumps({"job": job} | found), flush=True)
