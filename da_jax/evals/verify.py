@@ -422,7 +422,7 @@ def _probes(proof: _Proof) -> Check:
 
     with (
         poison.instead(engine.scheduler, find_prefixes=False),
-        probes.probing(engine, visible) as (prefilled),
+        probes.probing(engine, visible) as prefilled,
     ):
         proof.answer(few)
     with probes.probing(engine, visible, seed=1) as found:

@@ -142,16 +142,17 @@ def overlap(
 
 
 def likeness(answer: str, prefix: str, expected: str) -> Score:
-    """The measure of MRCR: `SequenceMatcher.ratio` of what follows the last `prefix`.
+    """The measure of MRCR: `SequenceMatcher.ratio` of the line that the last `prefix` begins.
 
-    0 if the prefix is not there. (The original wants the prefix at the very start; here an answer
-    may reason before it.)
+    0 if the prefix is not there. (The original wants the prefix at the very start, and a whole text
+    after it; here an answer may reason before the line, and say more after it.)
     """
     _, there, text = answer.rpartition(prefix)
     if not there:
         return Score(0.0, {"prefix": False})
-    ratio = difflib.SequenceMatcher(None, text.strip(), expected).ratio()
-    return Score(ratio, {"prefix": True, "characters": len(text.strip())})
+    line = text.strip().partition("\n")[0].rstrip()
+    ratio = difflib.SequenceMatcher(None, line, expected).ratio()
+    return Score(ratio, {"prefix": True, "characters": len(line)})
 
 
 def _decimal(digits: str) -> str:
