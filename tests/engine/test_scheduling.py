@@ -112,6 +112,8 @@ def test_priority_goes_before_arrival_and_nobody_waits_for_ever(random_llm, engi
 
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(random_llm, engine, monkeypatch):
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, step_tokens=1))
+    # Neither is the one in so many that is admitted, and goes first, because it waited.
+    monkeypatch.setattr(engine.scheduler, "_turns", 0)
     long = engine.add(random_llm.request(["z" * 350], QUESTION, max_tokens=2))
     short = engine.add(random_llm.request(["y"], "?", max_tokens=2))
     order = [e.request_id for e in finish(engine) if isinstance(e, Done)]
